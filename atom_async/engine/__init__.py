@@ -1,0 +1,1 @@
+"""The asyncio tasks around the scheduler, and the faces that clients use."""
