@@ -15,25 +15,66 @@ from msgspec import Meta
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Model, memory and scheduling: what `AsyncEngine` needs."""
 
-    model: Annotated[str, Meta(description="hub id, local folder or .gguf file; `default` is the embedded SmolLM2-135M-Instruct")] = "default"
+    model: Annotated[
+        str,
+        Meta(description="hub id, local folder or .gguf file; `default` is the embedded SmolLM2-135M-Instruct"),
+    ] = "default"
     revision: Annotated[str | None, Meta(description="hub revision: branch, tag or commit")] = None
-    tokenizer: Annotated[str | None, Meta(description="folder or file with tokenizer.json, when not the model's own")] = None
-    load_format: Annotated[Literal["auto", "dummy"], Meta(description="`dummy` fills the weights with seeded random values")] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda", "simulated"], Meta(description="`cuda` is also ROCm's name in torch; `simulated` computes nothing and follows a latency model")] = "auto"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Meta(description="`auto`: float32 on a CPU, the checkpoint's own on a GPU")] = "auto"
+    tokenizer: Annotated[
+        str | None, Meta(description="folder or file with tokenizer.json, when not the model's own")
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "dummy"], Meta(description="`dummy` fills the weights with seeded random values")
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "simulated"],
+        Meta(
+            description="`cuda` is also ROCm's name in torch; `simulated` computes nothing and follows a latency model"
+        ),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="`auto`: float32 on a CPU, the checkpoint's own on a GPU"),
+    ] = "auto"
     tp: Annotated[int, Meta(ge=1, description="tensor-parallel size: worker processes, one a rank")] = 1
-    max_model_len: Annotated[int | None, Meta(ge=1, description="longest prompt plus output, tokens; default: the model's own limit")] = None
+    max_model_len: Annotated[
+        int | None,
+        Meta(ge=1, description="longest prompt plus output, tokens; default: the model's own limit"),
+    ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, description="most sequences running at once")] = 256
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="token budget: most tokens one step carries")] = 2048
     block_size: Annotated[int, Meta(ge=1, description="tokens per KV block")] = 16
-    kv_cache_memory: Annotated[int | None, Meta(ge=1, description="bytes of KV cache per rank (suffixes K, M, G, KiB, MiB, GiB); default: from what is free")] = None
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1, description="share of GPU memory for weights, activations and KV, when --kv-cache-memory is not given")] = 0.9
+    kv_cache_memory: Annotated[
+        int | None,
+        Meta(
+            ge=1,
+            description="bytes of KV cache per rank (suffixes K, M, G, KiB, MiB, GiB); default: from what is free",
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="share of GPU memory for weights, activations and KV, when --kv-cache-memory is not given",
+        ),
+    ] = 0.9
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of equal prompt prefixes")] = True
-    max_steps_in_flight: Annotated[int, Meta(ge=1, le=2, description="steps queued on the workers: 2 plans the next step while one computes")] = 2
-    step_timeout: Annotated[float, Meta(gt=0, description="seconds after which a step that does not come back fails the engine")] = 120.0
+    max_steps_in_flight: Annotated[
+        int,
+        Meta(ge=1, le=2, description="steps queued on the workers: 2 plans the next step while one computes"),
+    ] = 2
+    step_timeout: Annotated[
+        float, Meta(gt=0, description="seconds after which a step that does not come back fails the engine")
+    ] = 120.0
     startup_timeout: Annotated[float, Meta(gt=0, description="seconds a worker may take to load")] = 1800.0
-    threads: Annotated[int, Meta(ge=0, description="CPU threads per worker; 0: the machine's cores divided by the ranks")] = 0
-    seed: Annotated[int, Meta(ge=0, description="seeds what is random in the engine, such as sampling without a request seed")] = 0
+    threads: Annotated[
+        int, Meta(ge=0, description="CPU threads per worker; 0: the machine's cores divided by the ranks")
+    ] = 0
+    seed: Annotated[
+        int,
+        Meta(ge=0, description="seeds what is random in the engine, such as sampling without a request seed"),
+    ] = 0
     simulation: Annotated[str, Meta(description="JSON options of `--device simulated`")] = "{}"
 
 
@@ -42,13 +83,32 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 picks a free one")] = 8000
-    served_model_name: Annotated[tuple[str, ...], Meta(description="names clients may use for the model (repeatable); default: the MODEL argument")] = ()
-    api_key: Annotated[tuple[str, ...], Meta(description="key that clients must send as `Authorization: Bearer` (repeatable)")] = ()
-    chat_template: Annotated[str | None, Meta(description="file with a Jinja chat template, instead of the model's own")] = None
-    tool_call_parser: Annotated[Literal["auto", "hermes", "qwen_xml", "none"], Meta(description="how tool calls are read from the output; `auto` looks at the chat template")] = "auto"
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Meta(description="names clients may use for the model (repeatable); default: the MODEL argument"),
+    ] = ()
+    api_key: Annotated[
+        tuple[str, ...],
+        Meta(description="key that clients must send as `Authorization: Bearer` (repeatable)"),
+    ] = ()
+    chat_template: Annotated[
+        str | None, Meta(description="file with a Jinja chat template, instead of the model's own")
+    ] = None
+    tool_call_parser: Annotated[
+        Literal["auto", "hermes", "qwen_xml", "none"],
+        Meta(description="how tool calls are read from the output; `auto` looks at the chat template"),
+    ] = "auto"
     max_logprobs: Annotated[int, Meta(ge=0, description="most top_logprobs a request may ask for")] = 20
-    drain_timeout: Annotated[float, Meta(ge=0, description="seconds that running requests get to finish after SIGTERM or Ctrl-C")] = 30.0
-    failure_linger: Annotated[float, Meta(ge=0, description="seconds that /health keeps answering 503 with the cause before the server exits after an engine failure")] = 5.0
+    drain_timeout: Annotated[
+        float, Meta(ge=0, description="seconds that running requests get to finish after SIGTERM or Ctrl-C")
+    ] = 30.0
+    failure_linger: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds that /health goes on answering 503 with the cause after an engine failure",
+        ),
+    ] = 5.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="log verbosity")] = "info"
     access_log: Annotated[bool, Meta(description="log each HTTP request")] = False
     root_path: Annotated[str, Meta(description="path prefix when behind a proxy")] = ""

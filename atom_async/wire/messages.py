@@ -213,12 +213,5 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
 
 
 ControlMessage = (
-    WorkerInit
-    | WorkerHello
-    | WorkerProgress
-    | WorkerLoaded
-    | AllocateKv
-    | WorkerReady
-    | WorkerFault
-    | Shutdown
+    WorkerInit | WorkerHello | WorkerProgress | WorkerLoaded | AllocateKv | WorkerReady | WorkerFault | Shutdown
 )
