@@ -54,4 +54,5 @@ class Plan:
         return sum(chunk.reuse is not None for chunk in self.chunks)
 
     def __bool__(self) -> bool:
-        return bool(self.decodes or self.chunks or self.preempted)
+        """Whether there is a step to run. Preemptions alone are none: results in flight free memory first."""
+        return bool(self.decodes or self.chunks)

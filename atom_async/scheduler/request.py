@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from atom_async.cache.hashing import next_hash
+from atom_async.wire.messages import SequenceLogprobs
 from atom_async.wire.sampling import SamplingParams
 
 
@@ -64,13 +65,15 @@ class Request:
     decoding: bool = False
     """The chunk that reaches the known end was submitted: from here the worker feeds itself."""
     samples_in_flight: int = 0
-    epoch: int = 0
-    """Counts preemptions: a result for an older epoch is void."""
+    void_upto: int = 0
+    """Results of steps up to this one are void: they were submitted before the last preemption."""
     cached_tokens: int = 0
     admitted_at: float = -1.0
     first_token_at: float = -1.0
     last_token_at: float = -1.0
     preemptions: int = 0
+    prompt_logprobs: list[SequenceLogprobs] = field(default_factory=list)
+    """Parts that came with chunks and await the first token."""
 
     @property
     def total(self) -> int:
@@ -89,6 +92,11 @@ class Request:
     def reuses_prefix(self) -> bool:
         """Prompt log-probabilities need every prompt position computed."""
         return self.sampling.prompt_logprobs < 0
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether sampling one more token is within its limit."""
+        return len(self.tokens) + self.samples_in_flight < self.max_total_len
 
     def become(self, state: State) -> None:
         """Raises AssertionError for a step that the transition table does not have."""
