@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 from .core import Scheduler
 from .plan import Plan
@@ -35,7 +36,7 @@ def _check_queues(scheduler: Scheduler) -> None:
     running, waiting = scheduler.running, scheduler.waiting
     for queue, state in ((running, State.RUNNING), (waiting, State.WAITING)):
         assert all(r.state is state for r in queue)
-        assert all(a.rank < b.rank for a, b in zip(queue, queue[1:], strict=False)), "out of rank order"
+        assert all(a.rank < b.rank for a, b in pairwise(queue)), "out of rank order"
     alive = {id(r) for r in running} | {id(r) for r in waiting}
     assert alive == {id(r) for r in scheduler.requests.values()}, "a live request is in no queue"
 
