@@ -88,7 +88,7 @@ class GgufHeader:
     """Length of everything before the padding and the tensor data."""
 
     def has_tensor(self, name: str) -> bool:
-        return any(tensor.name == name for tensor in self.tensors)
+        return self.tensor(name) is not None
 
     def tensor(self, name: str) -> TensorEntry | None:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
