@@ -149,7 +149,8 @@ class EngineClient(Protocol):
 
     def finish(self, request_id: str) -> None:
         """The client has what it wants (a stop string was found): free the request's memory without
-        calling it aborted. Its stream ends at once, with no further output."""
+        calling it aborted. Idempotent. Its stream ends with finish_reason `stop`; tokens that were in
+        flight may still come before that and mean nothing."""
         ...
 
     async def stats(self) -> EngineStats: ...

@@ -1,0 +1,360 @@
+"""The engine in this process: the thin asyncio shell around the scheduler.
+
+Arrivals, aborts and step results are handed to the core as they come. Decisions are taken in a *turn*: one
+callback that runs after everything that is ready has been handed in, however much that was, and submits
+steps while the pipeline has room. Nothing runs between events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from atom_async.cache.hashing import hash_chain, root_hash, split_chain
+from atom_async.cache.pool import BlockPool
+from atom_async.config import EngineConfig
+from atom_async.scheduler.admission import BYTES_PER_INT, BYTES_PER_SEQUENCE, Limits
+from atom_async.scheduler.core import Scheduler
+from atom_async.scheduler.invariants import check, check_realised
+from atom_async.scheduler.request import Request
+from atom_async.wire.messages import StepResult, WorkerProgress, unpack_ints
+
+from .client import (
+    EngineDead,
+    EngineDraining,
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    RequestRejected,
+)
+from .outputs import end_output, output_of
+from .streams import StreamTable
+from .workers import WorkerFailure, Workers
+
+log = logging.getLogger(__name__)
+
+LONG_PROMPT = 8192
+"""Tokens from which a prompt is hashed off the event loop (about 0.1 ms per 8,192 tokens)."""
+
+Offload = Callable[..., Awaitable[bytes]]
+
+
+class LocalEngine:
+    """An `EngineClient` that owns scheduler and workers.
+
+    Args:
+        max_model_len: the model's own limit, tokens; config.max_model_len lowers it.
+        clock: seconds, monotonic; the loop's own time under simulation.
+        offload: runs a function off the event loop (`asyncio.to_thread`'s shape).
+        checked: asserts every invariant after every change. For tests; costs O(blocks) each time.
+    """
+
+    info: EngineInfo
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        workers: Workers,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        dtype: str,
+        clock: Callable[[], float] = time.monotonic,
+        offload: Offload = asyncio.to_thread,
+        checked: bool = False,
+    ) -> None:
+        self._config = config
+        self._workers = workers
+        self._model_limit = max_model_len
+        self._vocab_size = vocab_size
+        self._dtype = dtype
+        self._clock = clock
+        self._offload = offload
+        self._checked = checked
+        self._streams = StreamTable(on_abandoned=self.abort)
+        self._turn_due = False
+        self._draining = False
+        self._failure: str | None = None
+        self._failed = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._last_result_at = clock()
+        self._scheduler: Scheduler
+
+    # Life ----------------------------------------------------------------------------------------
+
+    async def start(self, on_progress: Callable[[WorkerProgress], None] = lambda progress: None) -> EngineInfo:
+        """Starts the workers. Raises WorkerStartError, or ValueError for settings that cannot work."""
+        self._workers.on_result = self._on_result
+        self._workers.on_failure = self._on_worker_failure
+        facts = await self._workers.start(on_progress)
+        try:
+            max_model_len = self._resolve_length(facts.num_kv_blocks)
+            self._scheduler = self._make_scheduler(facts.num_kv_blocks, facts.max_plan_bytes, max_model_len)
+        except ValueError:
+            await self._workers.stop()
+            raise
+        config = self._config
+        self.info = EngineInfo(
+            boot_id=uuid.uuid4().hex,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+            num_kv_blocks=facts.num_kv_blocks,
+            vocab_size=self._vocab_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            device_name=facts.device_name,
+            attention_backend=facts.attention_backend,
+            dtype=self._dtype,
+            tp_size=config.tp,
+            worker_pids=facts.pids,
+            engine_pid=os.getpid(),
+        )
+        return self.info
+
+    def _resolve_length(self, num_blocks: int) -> int:
+        capacity = num_blocks * self._config.block_size
+        asked = self._config.max_model_len
+        if asked is None:
+            return min(self._model_limit, capacity)
+        if asked > self._model_limit:
+            raise ValueError(f"max_model_len {asked} is above the model's own limit of {self._model_limit} tokens")
+        if asked > capacity:
+            raise ValueError(
+                f"max_model_len {asked} does not fit: all of the KV cache holds {capacity} tokens; "
+                "lower --max-model-len or raise --kv-cache-memory"
+            )
+        return asked
+
+    def _make_scheduler(self, num_blocks: int, max_plan_bytes: int, max_model_len: int) -> Scheduler:
+        config = self._config
+        largest = BYTES_PER_SEQUENCE + BYTES_PER_INT * (
+            2 * max_model_len + 3 * (config.max_num_batched_tokens + config.max_num_seqs)
+        )
+        if largest > max_plan_bytes:
+            raise ValueError(
+                f"one step of max_model_len {max_model_len} and max_num_batched_tokens "
+                f"{config.max_num_batched_tokens} may need {largest} bytes; "
+                f"the ring to the workers takes {max_plan_bytes}"
+            )
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_plan_bytes=max_plan_bytes,
+            block_size=config.block_size,
+            prefix_caching=config.enable_prefix_caching,
+        )
+        return Scheduler(pool=BlockPool(num_blocks), limits=limits)
+
+    async def drain(self) -> None:
+        """Refuses new requests and returns when the running ones have ended."""
+        self._draining = True
+        await self._empty.wait()
+
+    async def stop(self) -> None:
+        """Ends what still runs with an error, then the workers. Idempotent."""
+        self._draining = True
+        self._streams.fail_all(EngineDead("the engine was stopped"))
+        await self._workers.stop()
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
+
+    async def wait_failed(self) -> str:
+        await self._failed.wait()
+        assert self._failure is not None
+        return self._failure
+
+    # Requests ------------------------------------------------------------------------------------
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """See `EngineClient.generate`."""
+        chain = request.block_hashes
+        if not chain and self._config.enable_prefix_caching:
+            chain = await self._hash(request)
+        stream = self._submit(request, chain)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    async def _hash(self, request: EngineRequest) -> bytes:
+        arguments = (request.prompt_token_ids, self._config.block_size, request.cache_salt)
+        if len(request.prompt_token_ids) > LONG_PROMPT * BYTES_PER_INT:
+            return await self._offload(hash_chain, *arguments)
+        return hash_chain(*arguments)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queues a request whose outputs go to `streams`, or raises as `generate` does. Synchronous."""
+        self._submit(request, request.block_hashes)
+
+    def _submit(self, asked: EngineRequest, chain: bytes) -> Any:
+        tokens = unpack_ints(asked.prompt_token_ids)
+        self._check_acceptable(asked, len(tokens))
+        sampling = asked.sampling
+        request = Request(
+            request_id=asked.request_id,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            sampling=sampling,
+            end_token_ids=frozenset(sampling.end_token_ids),
+            chain=split_chain(chain),
+            root=root_hash(asked.cache_salt),
+            max_total_len=min(len(tokens) + sampling.max_tokens, self.info.max_model_len),
+            priority=asked.priority,
+            arrival_rank=self._scheduler.next_rank(),
+            arrived_at=self._clock(),
+        )
+        stream = self._streams.open(asked.request_id)
+        self._scheduler.add(request)
+        self._empty.clear()
+        self._changed()
+        return stream
+
+    def _check_acceptable(self, asked: EngineRequest, prompt_len: int) -> None:
+        if self._failure is not None:
+            raise EngineDead(self._failure)
+        if self._draining:
+            raise EngineDraining("the engine is draining and takes no new requests")
+        if asked.request_id in self._scheduler:
+            raise RequestRejected(f"a request with id {asked.request_id} is running already")
+        if prompt_len == 0:
+            raise RequestRejected("the prompt is empty; it needs at least one token")
+        if prompt_len >= self.info.max_model_len + (asked.sampling.max_tokens == 0):
+            raise RequestRejected(
+                f"the prompt has {prompt_len} tokens; the maximum context length is "
+                f"{self.info.max_model_len} tokens, prompt and output together"
+            )
+
+    def abort(self, request_id: str, *, reason: str = "aborted by the client") -> None:
+        """See `EngineClient.abort`."""
+        if self._failure is None and (request := self._scheduler.abort(request_id)) is not None:
+            self._deliver_end(request, "abort", reason)
+
+    def finish(self, request_id: str) -> None:
+        """See `EngineClient.finish`."""
+        if self._failure is None and (request := self._scheduler.finish(request_id)) is not None:
+            self._deliver_end(request, "stop", "")
+
+    def _deliver_end(self, request: Request, reason: Any, error: str) -> None:
+        self._streams.deliver(end_output(request, reason, error))
+        self._changed()
+
+    # Events --------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """Something happened that may change what the next step is."""
+        if not self._scheduler.requests:
+            self._empty.set()
+        if not self._turn_due:
+            self._turn_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turn_due = False
+        if self._failure is not None:
+            return
+        try:
+            self._submit_steps()
+        except Exception as error:
+            log.exception("the scheduler failed")
+            self._fail(f"the scheduler failed: {error!r}")
+
+    def _submit_steps(self) -> None:
+        scheduler = self._scheduler
+        if self._checked:
+            check(scheduler)
+        while len(scheduler.in_flight) < self._config.max_steps_in_flight:
+            plan = scheduler.plan()
+            if not plan:
+                return
+            tokens, running = scheduler.counters.prompt_tokens_computed, len(scheduler.running)
+            message = scheduler.commit(plan, self._clock())
+            if self._checked:
+                check_realised(plan, scheduler, tokens, running)
+                check(scheduler)
+            self._workers.submit(message, deadline_s=self._config.step_timeout)
+
+    def _on_result(self, result: StepResult) -> None:
+        if self._failure is not None:
+            return
+        now = self._last_result_at = self._clock()
+        try:
+            outcomes = self._scheduler.complete(result, now)
+        except Exception as error:
+            log.exception("a step result does not fit")
+            self._fail(f"the result of step {result.step_id} does not fit: {error!r}")
+            return
+        for outcome in outcomes:
+            self._streams.deliver(output_of(outcome))
+        self._changed()
+
+    def _on_worker_failure(self, failure: WorkerFailure) -> None:
+        self._fail(failure.message)
+
+    def _fail(self, cause: str) -> None:
+        if self._failure is None:
+            self._failure = cause
+            self._streams.fail_all(EngineDead(cause))
+            self._empty.set()
+            self._failed.set()
+
+    # Looking in ----------------------------------------------------------------------------------
+
+    async def stats(self) -> EngineStats:
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        return EngineStats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            kv_blocks_used=scheduler.pool.owned,
+            kv_blocks_cached=scheduler.pool.cached,
+            kv_blocks_total=scheduler.pool.num_blocks,
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            prompt_tokens_computed=counters.prompt_tokens_computed,
+            generation_tokens=counters.generation_tokens,
+            prefix_cache_queries=counters.prefix_queries,
+            prefix_cache_hits=counters.prefix_hits,
+            preemptions=counters.preemptions,
+            aborted=counters.aborted_requests,
+            steps_in_flight=len(scheduler.in_flight),
+            last_step_age_s=self._clock() - self._last_result_at,
+            draining=self._draining,
+        )
+
+    async def state(self) -> dict[str, Any]:
+        """Queue, running requests and steps in flight, for people. Never prompt text or token ids."""
+        now = self._clock()
+        scheduler = self._scheduler
+        return {
+            "boot_id": self.info.boot_id,
+            "waiting": [_describe(request, now) for request in scheduler.waiting],
+            "running": [_describe(request, now) for request in scheduler.running],
+            "steps_in_flight": [
+                {"step_id": s.step_id, "decode_requests": len(s.decodes), "age_s": now - s.submitted_at}
+                | {"prefill_tokens": sum(c.length for c in s.chunks)}
+                for s in scheduler.in_flight
+            ],
+        }
+
+
+def _describe(request: Request, now: float) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "priority": request.priority,
+        "age_s": now - request.arrived_at,
+        "prompt_tokens": request.prompt_len,
+        "cached_tokens": request.cached_tokens,
+        "computed_tokens": request.computed,
+        "completion_tokens": request.output_len,
+        "kv_blocks": len(request.blocks),
+        "preemptions": request.preemptions,
+    }
