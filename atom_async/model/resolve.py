@@ -19,12 +19,11 @@ from atom_async.model import catalog, hub
 from atom_async.model.device import Device, resolve_device
 from atom_async.model.folder import folder_config, folder_weights, tokenizer_file, tokenizer_folder
 from atom_async.model.gguf_header import GgufHeader, read_gguf_header
+from atom_async.model.gguf_tokenizer import CONVERTER_VERSION, tokenizer_json_from_gguf
 from atom_async.model.paths import tokenizers_dir
 from atom_async.model.progress import Progress, no_progress
 from atom_async.model.spec import check_tp, spec_from_gguf, spec_from_hf_config
 from atom_async.model.text_settings import TextSettings, folder_text_settings, gguf_text_settings
-from atom_async.text.gguf_tokenizer import CONVERTER_VERSION, tokenizer_json_from_gguf
-from atom_async.text.tokenizer import Tokenizer
 from atom_async.wire.model import ModelSpec, WeightSource
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -45,11 +44,8 @@ class ResolvedModel:
     max_model_len: int
     """Longest prompt plus output, tokens."""
     tokenizer_json: Path
+    """For `text.tokenizer.Tokenizer.from_file`, with the ids and tokens in `text`."""
     text: TextSettings
-
-    def load_tokenizer(self) -> Tokenizer:
-        """Raises ValueError when tokenizer.json cannot be read."""
-        return Tokenizer.from_file(self.tokenizer_json, eos_ids=self.text.eos_ids, bos_token=self.text.bos_token)
 
 
 def resolve_model(config: EngineConfig, progress: Progress = no_progress) -> ResolvedModel:
