@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "atom_async.wire": set(),
     "atom_async.cache": set(),
     "atom_async.scheduler": {"atom_async.cache", "atom_async.wire"},
-    "atom_async.model": {"atom_async.wire", "atom_async.config"},
+    "atom_async.model": {"atom_async.wire", "atom_async.config", "atom_async.text"},
     "atom_async.text": {"atom_async.wire"},
     "atom_async.engine": {
         "atom_async.scheduler",
