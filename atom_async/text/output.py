@@ -121,10 +121,17 @@ class TextAssembler(Generic[L]):
         text = self._detokenizer.push_one(token_id)
         self._token_total += 1
         self._decoded += len(text)
+        was_open = bool(self._open)
         self._complete_open_tokens(start, text)
+        if was_open and text and not self._continues_character(token_id):
+            start += 1  # the character before stays broken: its U+FFFD is not this token's text
         self._waiting.append(_Token(token_id, start, self._decoded, logprob))
         self._open = self._open + 1 if self._detokenizer.in_character else 0
         return self._release(text)
+
+    def _continues_character(self, token_id: int) -> bool:
+        """Whether the token's first byte is a UTF-8 continuation byte."""
+        return self._tokenizer.token_bytes(token_id)[0] & 0xC0 == 0x80
 
     def _complete_open_tokens(self, start: int, text: str) -> None:
         """A character made of several tokens belongs to each of them: they end after it."""
