@@ -7,7 +7,6 @@ import random
 from collections.abc import Awaitable, Callable
 
 import pytest
-from atom_async.wire.simulation import SimulationOptions, expected_tokens
 
 from atom_async.config import EngineConfig
 from atom_async.engine.client import (
@@ -23,6 +22,7 @@ from atom_async.sim.loop import VirtualLoop
 from atom_async.sim.workers import SimulatedWorkers
 from atom_async.wire.messages import pack_ints
 from atom_async.wire.sampling import SamplingParams
+from atom_async.wire.simulation import SimulationOptions, expected_tokens
 
 OPTIONS = SimulationOptions(vocab_size=1000, decode_fixed_ms=10.0, prefill_fixed_ms=20.0)
 

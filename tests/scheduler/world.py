@@ -5,8 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
-from atom_async.wire.simulation import SimulatedModel, SimulationOptions, expected_tokens
-
 from atom_async.cache.hashing import hash_chain, root_hash, split_chain
 from atom_async.cache.pool import BlockPool
 from atom_async.scheduler.admission import Limits
@@ -16,6 +14,7 @@ from atom_async.scheduler.outcome import Outcome
 from atom_async.scheduler.request import Request
 from atom_async.wire.messages import StepPlan, StepResult
 from atom_async.wire.sampling import SamplingParams
+from atom_async.wire.simulation import SimulatedModel, SimulationOptions, expected_tokens
 
 
 class World:
@@ -31,8 +30,9 @@ class World:
         max_model_len: int | None = None,
         prefix_caching: bool = True,
         max_plan_bytes: int = 1 << 20,
+        end_token_probability: float = 0.0,
     ) -> None:
-        self.options = SimulationOptions(vocab_size=1000)
+        self.options = SimulationOptions(vocab_size=1000, end_token_probability=end_token_probability)
         self.limits = Limits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
