@@ -95,7 +95,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str | None, Meta(description="file with a Jinja chat template, instead of the model's own")
     ] = None
     tool_call_parser: Annotated[
-        Literal["auto", "hermes", "qwen_xml", "none"],
+        Literal["auto", "hermes", "qwen_xml", "json", "none"],
         Meta(description="how tool calls are read from the output; `auto` looks at the chat template"),
     ] = "auto"
     max_logprobs: Annotated[int, Meta(ge=0, description="most top_logprobs a request may ask for")] = 20
