@@ -119,8 +119,7 @@ class ChatTemplate:
         if continue_final_message:
             _mark_end(plain)
         text = compiled.render(
-            **self._special_tokens,
-            **template_kwargs,
+            **{**self._special_tokens, **template_kwargs},
             messages=plain,
             tools=list(tools) if tools else None,
             documents=None,
