@@ -1,0 +1,65 @@
+import asyncio
+
+import pytest
+
+from atom_async.engine.client import EngineDead, EngineOutput, TokenLogprob
+from atom_async.engine.streams import StreamTable
+
+
+def output(*tokens: int, finish: str | None = None, **fields) -> EngineOutput:
+    return EngineOutput(request_id="a", token_ids=list(tokens), finish_reason=finish, **fields)
+
+
+async def test_outputs_arrive_in_order_and_the_last_one_ends() -> None:
+    table = StreamTable(on_abandoned=pytest.fail)
+    stream = table.open("a")
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    table.deliver(output(1))
+    assert (await reader).token_ids == [1]
+    table.deliver(output(2))
+    table.deliver(output(3, finish="stop"))
+    assert "a" not in table
+    last = await anext(stream)
+    assert (last.token_ids, last.finish_reason) == ([2, 3], "stop")
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    await stream.aclose()
+
+
+async def test_a_late_reader_gets_everything_merged() -> None:
+    table = StreamTable(on_abandoned=pytest.fail)
+    stream = table.open("a")
+    entry = TokenLogprob(1, -0.5, 1, [])
+    table.deliver(output(1, logprobs=[entry], prompt_logprobs=[None, entry]))
+    table.deliver(output(2, logprobs=[entry]))
+    merged = await anext(stream)
+    assert merged.token_ids == [1, 2]
+    assert merged.logprobs == [entry, entry]
+    assert merged.prompt_logprobs == [None, entry]
+    table.deliver(output(3, finish="length"))
+    assert (await anext(stream)).logprobs is None
+
+
+async def test_a_reader_that_leaves_early_abandons_once() -> None:
+    left: list[str] = []
+    table = StreamTable(on_abandoned=left.append)
+    stream = table.open("a")
+    await stream.aclose()
+    await stream.aclose()
+    assert left == ["a"]
+    table.deliver(output(1))  # to nobody
+    assert len(table) == 0
+
+
+async def test_failures_come_after_what_was_delivered() -> None:
+    table = StreamTable(on_abandoned=pytest.fail)
+    stream, other = table.open("a"), table.open("b")
+    table.deliver(output(1))
+    table.fail("b", EngineDead("only b"))
+    table.fail_all(EngineDead("all"))
+    assert (await anext(stream)).token_ids == [1]
+    with pytest.raises(EngineDead, match="all"):
+        await anext(stream)
+    with pytest.raises(EngineDead, match="only b"):
+        await anext(other)
