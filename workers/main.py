@@ -6,8 +6,6 @@ Not for people: descriptors come by number, and without the engine at the other 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
 import signal
 import socket
 import sys
@@ -15,17 +13,17 @@ import sys
 from atom_async.wire.doorbell import Doorbell
 from atom_async.wire.framing import BlockingChannel
 from atom_async.wire.messages import ControlMessage, WorkerInit
+from atom_async.wire.parent import die_with
 from atom_async.wire.ring import Ring
 
 from .loop import Endpoint, Runner, serve
 
-PR_SET_PDEATHSIG = 1
 FD_ARGUMENTS = ("control-fd", "plans-fd", "results-fd", "plan-bell-fd", "result-bell-fd")
 
 
 def main() -> int:
     arguments = _parse()
-    _die_with(arguments.parent_pid)
+    die_with(arguments.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the engine decides
     endpoint = Endpoint(
         rank=arguments.rank,
@@ -58,15 +56,6 @@ def _parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--store-fd", type=int, default=-1)
     return parser.parse_args()
-
-
-def _die_with(parent_pid: int) -> None:
-    """Asks the kernel for SIGKILL when the parent dies; leaves if that has happened already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

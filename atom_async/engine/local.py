@@ -78,6 +78,9 @@ class LocalEngine:
         self._offload = offload
         self._checked = checked
         self._streams = StreamTable(on_abandoned=self.abort)
+        self.on_outputs: Callable[[list[EngineOutput]], None] = self._streams.deliver_all
+        """Where the outputs of a turn go: to the streams of `generate`, unless somebody else takes them and
+        uses `submit`."""
         self._turn_due = False
         self._draining = False
         self._failure: str | None = None
@@ -179,7 +182,9 @@ class LocalEngine:
         chain = request.block_hashes
         if not chain and self._config.enable_prefix_caching:
             chain = await self._hash(request)
-        stream = self._submit(request, chain)
+        self._check_acceptable(request)
+        stream = self._streams.open(request.request_id)
+        self._add(request, chain)
         try:
             async for output in stream:
                 yield output
@@ -193,12 +198,12 @@ class LocalEngine:
         return hash_chain(*arguments)
 
     def submit(self, request: EngineRequest) -> None:
-        """Queues a request whose outputs go to `streams`, or raises as `generate` does. Synchronous."""
-        self._submit(request, request.block_hashes)
+        """Queues a request, already hashed, whose outputs go to `on_outputs`; raises as `generate` does."""
+        self._check_acceptable(request)
+        self._add(request, request.block_hashes)
 
-    def _submit(self, asked: EngineRequest, chain: bytes) -> Any:
+    def _add(self, asked: EngineRequest, chain: bytes) -> None:
         tokens = unpack_ints(asked.prompt_token_ids)
-        self._check_acceptable(asked, len(tokens))
         sampling = asked.sampling
         request = Request(
             request_id=asked.request_id,
@@ -213,13 +218,12 @@ class LocalEngine:
             arrival_rank=self._scheduler.next_rank(),
             arrived_at=self._clock(),
         )
-        stream = self._streams.open(asked.request_id)
         self._scheduler.add(request)
         self._empty.clear()
         self._changed()
-        return stream
 
-    def _check_acceptable(self, asked: EngineRequest, prompt_len: int) -> None:
+    def _check_acceptable(self, asked: EngineRequest) -> None:
+        prompt_len = len(asked.prompt_token_ids) // BYTES_PER_INT
         if self._failure is not None:
             raise EngineDead(self._failure)
         if self._draining:
@@ -245,7 +249,7 @@ class LocalEngine:
             self._deliver_end(request, "stop", "")
 
     def _deliver_end(self, request: Request, reason: Any, error: str) -> None:
-        self._streams.deliver(end_output(request, reason, error))
+        self.on_outputs([end_output(request, reason, error)])
         self._changed()
 
     # Events --------------------------------------------------------------------------------------
@@ -293,8 +297,8 @@ class LocalEngine:
             log.exception("a step result does not fit")
             self._fail(f"the result of step {result.step_id} does not fit: {error!r}")
             return
-        for outcome in outcomes:
-            self._streams.deliver(output_of(outcome))
+        if outcomes:
+            self.on_outputs([output_of(outcome) for outcome in outcomes])
         self._changed()
 
     def _on_worker_failure(self, failure: WorkerFailure) -> None:

@@ -99,6 +99,10 @@ class StreamTable:
             if stream.ended:
                 del self._streams[output.request_id]
 
+    def deliver_all(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            self.deliver(output)
+
     def fail(self, request_id: str, error: Exception) -> None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:

@@ -1,0 +1,243 @@
+"""The engine as a client sees it from another process: `EngineClient` over a socket, and the process behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from atom_async.cache.hashing import hash_chain
+from atom_async.config import EngineConfig
+from atom_async.wire.framing import AsyncChannel, FramingError, open_channel
+from atom_async.wire.messages import WorkerProgress
+
+from . import ipc
+from .children import Child
+from .client import (
+    EngineDead,
+    EngineDraining,
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    RequestRejected,
+)
+from .streams import StreamTable
+from .workers import WorkerStartError
+
+LONG_PROMPT_BYTES = 8192 * 4
+"""Prompts from this size on are hashed in a thread (about 0.1 ms for 8,192 tokens)."""
+STOP_GRACE_S = 10.0
+
+
+class RemoteEngine:
+    """Spawns an engine process and talks to it. Satisfies `EngineClient`.
+
+    Its end, whether asked for or not, is an event: every open stream raises `EngineDead` with the cause.
+    """
+
+    info: EngineInfo
+
+    def __init__(self, config: EngineConfig, model: ipc.ModelFacts, *, log_level: str = "info") -> None:
+        self._config = config
+        self._model = model
+        self._log_level = log_level
+        self._streams = StreamTable(on_abandoned=self._abandoned)
+        self._answers: dict[int, asyncio.Future[ipc.Answer]] = {}
+        self._numbers = itertools.count(1)
+        self._drained = asyncio.Event()
+        self._failure: str | None = None
+        self._failed = asyncio.Event()
+        self._stopping = False
+        self._child: Child | None = None
+        self._channel: AsyncChannel[ipc.EngineMessage, ipc.FrontendMessage] | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    # Life ----------------------------------------------------------------------------------------
+
+    async def start(self, on_progress: Callable[[WorkerProgress], None] = lambda progress: None) -> EngineInfo:
+        """Returns when the engine is ready. Raises WorkerStartError with what stands in its way; then, and
+        when cancelled, nothing is left of it."""
+        try:
+            await self._spawn()
+            self._send(ipc.Start(self._config, self._model))
+            self.info = await self._until_ready(on_progress)
+        except BaseException:
+            await self.stop(grace_s=0)
+            raise
+        self._reading = asyncio.create_task(self._read(), name="read-engine")
+        return self.info
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            command = [sys.executable, "-m", "atom_async.engine.process", f"--fd={fd}", f"--parent-pid={os.getpid()}"]
+            self._child = Child.spawn(
+                [*command, f"--log-level={self._log_level}"],
+                pass_fds=[fd],
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        self._channel = await open_channel(ours, ipc.EngineMessage)
+
+    async def _until_ready(self, on_progress: Callable[[WorkerProgress], None]) -> EngineInfo:
+        assert self._channel is not None
+        assert self._child is not None
+        while (message := await self._channel.receive()) is not None:
+            match message:
+                case ipc.Progress():
+                    on_progress(message.progress)
+                case ipc.Ready():
+                    return message.info
+                case ipc.Refused():
+                    raise WorkerStartError(message.message)
+                case _:
+                    raise WorkerStartError(f"the engine sent {type(message).__name__} before it was ready")
+        await self._child.wait()
+        raise WorkerStartError(f"the engine process {self._child.ending} before it was ready")
+
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """Ends the engine and its workers; open streams raise EngineDead. Idempotent."""
+        self._stopping = True
+        self._end_all("the engine was stopped")
+        if self._channel is not None:
+            self._channel.send(ipc.Stop())
+        if self._child is not None:
+            await self._child.end(grace_s)
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close()
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
+
+    async def wait_failed(self) -> str:
+        await self._failed.wait()
+        assert self._failure is not None
+        return self._failure
+
+    async def drain(self) -> None:
+        """See `EngineClient.drain`. Returns at once when the engine is dead."""
+        if self._failure is None:
+            self._send(ipc.Drain())
+            await self._drained.wait()
+
+    # Requests ------------------------------------------------------------------------------------
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """See `EngineClient.generate`."""
+        if not request.block_hashes and self._config.enable_prefix_caching:
+            request = msgspec.structs.replace(request, block_hashes=await self._hash(request))
+        if self._failure is not None:
+            raise EngineDead(self._failure)
+        if request.request_id in self._streams:
+            raise RequestRejected(f"a request with id {request.request_id} is running already")
+        stream = self._streams.open(request.request_id)
+        try:
+            self._send(ipc.Submit(request))
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    async def _hash(self, request: EngineRequest) -> bytes:
+        arguments = (request.prompt_token_ids, self.info.block_size, request.cache_salt)
+        if len(request.prompt_token_ids) >= LONG_PROMPT_BYTES:
+            return await asyncio.to_thread(hash_chain, *arguments)
+        return hash_chain(*arguments)
+
+    def _abandoned(self, request_id: str) -> None:
+        self.abort(request_id, reason="the client left")
+
+    def abort(self, request_id: str, *, reason: str = "aborted by the client") -> None:
+        """See `EngineClient.abort`."""
+        self._send(ipc.Abort(request_id, reason))
+
+    def finish(self, request_id: str) -> None:
+        """See `EngineClient.finish`."""
+        self._send(ipc.Finish(request_id))
+
+    async def stats(self) -> EngineStats:
+        """Raises EngineDead."""
+        answer = await self._ask("stats")
+        assert answer.stats is not None
+        return answer.stats
+
+    async def state(self) -> dict[str, Any]:
+        """Raises EngineDead."""
+        return (await self._ask("state")).state or {}
+
+    async def _ask(self, what: str) -> ipc.Answer:
+        if self._failure is not None:
+            raise EngineDead(self._failure)
+        number = next(self._numbers)
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(ipc.Ask(number, what))
+            return await future
+        finally:
+            self._answers.pop(number, None)
+
+    # Events --------------------------------------------------------------------------------------
+
+    def _send(self, message: ipc.FrontendMessage) -> None:
+        if self._failure is None:
+            assert self._channel is not None
+            self._channel.send(message)
+
+    async def _read(self) -> None:
+        assert self._channel is not None
+        assert self._child is not None
+        cause = ""
+        try:
+            while (message := await self._channel.receive()) is not None:
+                if isinstance(message, ipc.Failed):
+                    cause = message.cause
+                    break
+                self._handle(message)
+        except FramingError as error:
+            cause = f"the engine sent what cannot be understood: {error}"
+            self._child.kill()
+        if not cause:
+            await self._child.wait()
+            cause = f"the engine process (pid {self._child.pid}) {self._child.ending}"
+        if not self._stopping:
+            self._fail(cause)
+
+    def _handle(self, message: ipc.EngineMessage) -> None:
+        match message:
+            case ipc.Outputs():
+                self._streams.deliver_all(message.outputs)
+            case ipc.Rejected():
+                kind = EngineDraining if message.kind == "draining" else RequestRejected
+                self._streams.fail(message.request_id, kind(message.message))
+            case ipc.Answer():
+                future = self._answers.get(message.number)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case ipc.Drained():
+                self._drained.set()
+            case _:
+                raise FramingError(f"{type(message).__name__} out of turn")
+
+    def _fail(self, cause: str) -> None:
+        if self._failure is None:
+            self._failure = cause
+            self._end_all(cause)
+            self._failed.set()
+
+    def _end_all(self, cause: str) -> None:
+        self._streams.fail_all(EngineDead(cause))
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(EngineDead(cause))
+        self._drained.set()
