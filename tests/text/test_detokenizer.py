@@ -30,6 +30,16 @@ def test_any_split_gives_the_full_decode(smol: Tokenizer) -> None:
     check()
 
 
+def test_metaspace_drops_the_marks_of_the_first_token(metaspace: Tokenizer) -> None:
+    @settings(max_examples=200, deadline=None)
+    @given(st.lists(st.integers(0, 9), max_size=8), st.booleans())
+    def check(ids: list[int], skip: bool) -> None:
+        detokenizer = IncrementalDetokenizer(metaspace, skip_special_tokens=skip)
+        assert detokenizer.push(ids) + detokenizer.flush() == metaspace.decode(ids, skip_special_tokens=skip)
+
+    check()
+
+
 def test_any_split_of_text_gives_it_back(any_tokenizer: Tokenizer) -> None:
     @settings(max_examples=200, deadline=None)
     @given(st.data(), st.one_of(st.text(max_size=30), st.sampled_from(TEXTS)))

@@ -9,6 +9,7 @@ import tokenizers
 from corpus import TEXTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spiece_vocabulary import sentencepiece_metadata
 from tokenizers import pre_tokenizers
 
 from atom_async.model.gguf_header import read_gguf_header
@@ -93,8 +94,6 @@ def naive_sentencepiece(text: str, scores: dict[str, float]) -> list[str]:
 
 
 def test_sentencepiece_merges_by_score(spiece: Tokenizer) -> None:
-    from conftest import sentencepiece_metadata  # type: ignore[attr-defined]
-
     metadata = sentencepiece_metadata()
     scores = {
         token: score
