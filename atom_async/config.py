@@ -38,16 +38,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     tp: Annotated[int, Meta(ge=1, description="tensor-parallel size: worker processes, one a rank")] = 1
     max_model_len: Annotated[
-        int | None,
-        Meta(ge=1, description="longest prompt plus output, tokens; default: the model's own limit"),
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="longest prompt plus output, tokens; default: the model's own limit"),
     ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, description="most sequences running at once")] = 256
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="token budget: most tokens one step carries")] = 2048
     block_size: Annotated[int, Meta(ge=1, description="tokens per KV block")] = 16
     kv_cache_memory: Annotated[
-        int | None,
+        Annotated[int, Meta(ge=1)] | None,
         Meta(
-            ge=1,
             description="bytes of KV cache per rank (suffixes K, M, G, KiB, MiB, GiB); default: from what is free",
         ),
     ] = None

@@ -155,14 +155,18 @@ class LocalEngine:
         )
         return Scheduler(pool=BlockPool(num_blocks), limits=limits)
 
+    def close_intake(self) -> None:
+        """From now on new requests are refused."""
+        self._draining = True
+
     async def drain(self) -> None:
         """Refuses new requests and returns when the running ones have ended."""
-        self._draining = True
+        self.close_intake()
         await self._empty.wait()
 
     async def stop(self) -> None:
         """Ends what still runs with an error, then the workers. Idempotent."""
-        self._draining = True
+        self.close_intake()
         self._streams.fail_all(EngineDead("the engine was stopped"))
         await self._workers.stop()
 

@@ -112,6 +112,7 @@ class EngineServer:
             case ipc.Ask():
                 self._start(self._answer(message))
             case ipc.Drain():
+                self._engine.close_intake()
                 self._start(self._drain())
             case _:
                 raise FramingError(f"{type(message).__name__} out of turn")

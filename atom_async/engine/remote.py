@@ -180,7 +180,8 @@ class RemoteEngine:
         if self._failure is not None:
             raise EngineDead(self._failure)
         number = next(self._numbers)
-        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[ipc.Answer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = future
         try:
             self._send(ipc.Ask(number, what))
             return await future
