@@ -55,8 +55,9 @@ class GrammarFactory(Protocol):
         ...
 
 
-def _first_line(message: str) -> str:
-    return message.strip().split("\n", 1)[0]
+def _plain(message: str) -> str:
+    """Without the mark that llguidance sets where its parser's state would stand."""
+    return message.replace("<non-verbose/>", "").strip()
 
 
 class LLGuidanceMatcher:
@@ -65,7 +66,7 @@ class LLGuidanceMatcher:
 
     def advance(self, token_ids: Sequence[int]) -> None:
         if not self.raw.consume_tokens(list(token_ids)):
-            raise GrammarError(f"the grammar cannot go on: {_first_line(self.raw.get_error()) or 'it has ended'}")
+            raise GrammarError(f"the grammar cannot go on: {_plain(self.raw.get_error()) or 'it has ended'}")
 
     @property
     def finished(self) -> bool:
@@ -113,10 +114,10 @@ class LLGuidanceFactory:
         try:
             source = to_llguidance(grammar)
         except ValueError as error:
-            raise GrammarError(f"the grammar cannot be compiled: {_first_line(str(error))}") from error
+            raise GrammarError(f"the grammar cannot be compiled: {_plain(str(error))}") from error
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=parser_limits())
         if matcher.is_error():
-            raise GrammarError(f"the grammar cannot be compiled: {_first_line(matcher.get_error())}")
+            raise GrammarError(f"the grammar cannot be compiled: {_plain(matcher.get_error())}")
         return matcher
 
     @staticmethod
@@ -131,7 +132,7 @@ class LLGuidanceFactory:
         jobs = [(matcher, row) for row, matcher in enumerate(raw) if not matcher.is_error()]
         if jobs:
             self._executor.unsafe_compute_mask_ptr(jobs, out.ctypes.data, out.shape[1] * 4, len(out))
-        return [_first_line(matcher.get_error()) if matcher.is_error() else "" for matcher in raw]
+        return [_plain(matcher.get_error()) if matcher.is_error() else "" for matcher in raw]
 
     def close(self) -> None:
         """Ends the background threads; compilations that have not begun are dropped."""

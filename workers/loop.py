@@ -37,7 +37,8 @@ Progress = Callable[[Stage, int, int], None]
 class Runner(Protocol):
     """What computes the steps: the model on torch, or the simulated one."""
 
-    capabilities: tuple[str, ...]
+    @property
+    def capabilities(self) -> tuple[str, ...]: ...
 
     def load(self, progress: Progress) -> WorkerLoaded: ...
 

@@ -301,12 +301,13 @@ class Scheduler:
         return request.state is not State.RUNNING or step_id <= request.void_upto
 
     def _keep_prompt_logprobs(self, step: StepInFlight, parts: list[SequenceLogprobs]) -> None:
-        by_slot = {part.slot: part for part in parts}
+        by_slot: dict[int, list[SequenceLogprobs]] = {}
+        for part in parts:
+            by_slot.setdefault(part.slot, []).append(part)
         for chunk in step.chunks:
             request = chunk.request
-            part = by_slot.get(request.slot)
-            if part is not None and not self._is_void(request, step.step_id):
-                request.prompt_logprobs.append(part)
+            if not self._is_void(request, step.step_id):
+                request.prompt_logprobs += by_slot.get(request.slot, ())
 
     @staticmethod
     def _prompt_logprobs_of(request: Request) -> list[SequenceLogprobs] | None:
