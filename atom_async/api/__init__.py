@@ -1,0 +1,1 @@
+"""The HTTP face: OpenAI's endpoints and those of an operator, on Starlette."""
