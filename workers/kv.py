@@ -5,8 +5,10 @@ Shapes: B blocks, K tokens per block, H KV heads of this rank, D head size.
 
 from __future__ import annotations
 
+import math
 import os
 
+import numpy as np
 import torch
 
 from atom_async.wire.messages import WorkerInit
@@ -56,10 +58,20 @@ class KvPool:
         shape = (num_blocks, init.block_size, heads, init.model.head_dim)
         layers = range(init.model.num_layers)
         self.block_size = init.block_size
-        self.keys_BKHD = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        self.values_BKHD = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        self.keys_BKHD = [_zeros(shape, dtype, device) for _ in layers]
+        self.values_BKHD = [_zeros(shape, dtype, device) for _ in layers]
 
     def write(self, layer: int, places_N: torch.Tensor, key_NHD: torch.Tensor, value_NHD: torch.Tensor) -> None:
         """Stores N tokens at flat places `block * block_size + offset`, int64."""
         self.keys_BKHD[layer].flatten(0, 1).index_copy_(0, places_N, key_NHD)
         self.values_BKHD[layer].flatten(0, 1).index_copy_(0, places_N, value_NHD)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, since attention reads (and masks) what lies behind a context, and 0 * NaN would spread.
+
+    On the CPU by calloc, whose pages exist only once they are written: a large pool costs nothing until used.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
