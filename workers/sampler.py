@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +12,13 @@ import torch
 from atom_async.wire.messages import NewSequence, SequenceLogprobs, unpack_ints
 from atom_async.wire.sampling import SamplingParams
 from workers.grammar import GrammarFactory
+from workers.sampling.batch import Batch, IntArray
 from workers.sampling.constrained import Constraints
 from workers.sampling.draws import chunk_sums, draw, uniforms
 from workers.sampling.logprobs import describe
 from workers.sampling.penalties import TokenCounts, penalize_output, penalize_repetition
-from workers.sampling.settings import Need, Settings
+from workers.sampling.settings import ADJUSTING, Need, Settings
 from workers.sampling.truncation import least_weights
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -43,36 +41,6 @@ class Sampled:
 class _Sequence:
     sampling: SamplingParams
     prompt_len: int
-
-
-class _Batch:
-    """The rows of one call with their slots' settings."""
-
-    def __init__(self, settings: Settings, slots: Sequence[int], positions: Sequence[int], device: torch.device):
-        self.slots: IntArray = np.asarray(slots, dtype=np.int64)
-        self.positions: IntArray = np.asarray(positions, dtype=np.int64)
-        self.flags = settings.flags[self.slots]
-        self.needs = Need(int(np.bitwise_or.reduce(self.flags, initial=0)))
-        self._device = device
-
-    def rows(self, need: Need) -> IntArray:
-        return np.flatnonzero(self.flags & int(need))
-
-    def column(self, values: npt.NDArray[Any], rows: IntArray) -> torch.Tensor:
-        """Settings of these rows, on the device, [len(rows)]."""
-        return torch.from_numpy(values[self.slots[rows]]).to(self._device)
-
-    def index(self, rows: IntArray) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self._device)
-
-    def entries(self, rows: IntArray, ids: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Coordinates in the logits of each slot's token ids, concatenated."""
-        lists = [ids[slot] for slot in self.slots[rows].tolist()]
-        return self.index(np.repeat(rows, [len(one) for one in lists])), torch.cat(lists)
-
-    def select(self, logits: torch.Tensor, rows: IntArray) -> torch.Tensor:
-        """logits[rows]; the logits themselves when that is all of them."""
-        return logits if len(rows) == len(self.slots) else logits[self.index(rows)]
 
 
 class Sampler:
@@ -146,13 +114,15 @@ class Sampler:
         logits: float32 [n, vocab], one row per slot, changed in place. slots: distinct. positions[i]: index
         of the token being drawn in the output of slots[i], 0 for its first.
         """
-        batch = _Batch(self._settings, slots, positions, self._device)
+        batch = Batch(self._settings, slots, positions, self._device)
         asked = batch.rows(Need.LOGPROBS)
-        raw = logits[batch.index(asked)] if len(asked) else None
+        raw = batch.select(logits, asked) if len(asked) else None
+        if raw is not None and batch.needs & ADJUSTING:
+            raw = raw.clone()
         failed = self._adjust(logits, batch)
         best, tokens = logits.max(-1)
-        if Need.RANDOM in batch.needs:
-            self._draw(logits, best, tokens, batch)
+        for rows in batch.blocks(Need.RANDOM, logits.shape[1]):
+            self._draw(logits, best, tokens, batch, rows)
         tokens.masked_fill_(~best.isfinite(), 0)
         on_host = torch.stack((tokens.double(), best.double())).cpu().numpy()
         token_ids = on_host[0].astype(np.int64).tolist()
@@ -180,7 +150,7 @@ class Sampler:
         top_ids, top = found.top_ids.tolist(), found.top_logprobs.tolist()
         return SequenceLogprobs(slot, start, ids.tolist(), found.logprobs, found.ranks, top_ids, top)
 
-    def _adjust(self, logits: torch.Tensor, batch: _Batch) -> dict[int, str]:
+    def _adjust(self, logits: torch.Tensor, batch: Batch) -> dict[int, str]:
         """Masks, biases and penalties, in place. Returns row -> message of the rows that cannot go on."""
         settings, failed = self._settings, {}
         if Need.MIN_TOKENS in batch.needs:
@@ -190,39 +160,38 @@ class Sampler:
             failed = self._constraints.mask(logits, rows.tolist(), batch.slots[rows].tolist())
         if Need.BIAS in batch.needs:
             self._bias(logits, batch)
-        if Need.REPETITION_PENALTY in batch.needs:
-            rows = batch.rows(Need.REPETITION_PENALTY)
+        for rows in batch.blocks(Need.REPETITION_PENALTY, logits.shape[1]):
             penalty = batch.column(settings.repetition, rows)[:, None]
-            chosen = penalize_repetition(batch.select(logits, rows), self._seen.of(batch.slots[rows]), penalty)
-            _put_back(logits, chosen, batch.index(rows))
-        if Need.OUTPUT_PENALTY in batch.needs:
-            rows = batch.rows(Need.OUTPUT_PENALTY)
+            counts = self._seen.of(batch.slots[rows])
+            batch.replace(logits, rows, penalize_repetition(batch.select(logits, rows), counts, penalty))
+        for rows in batch.blocks(Need.OUTPUT_PENALTY, logits.shape[1]):
             presence = batch.column(settings.presence, rows)[:, None]
             frequency = batch.column(settings.frequency, rows)[:, None]
             counts = self._output.of(batch.slots[rows])
-            chosen = penalize_output(batch.select(logits, rows), counts, presence, frequency)
-            _put_back(logits, chosen, batch.index(rows))
+            batch.replace(logits, rows, penalize_output(batch.select(logits, rows), counts, presence, frequency))
         return failed
 
-    def _mask_ends(self, logits: torch.Tensor, batch: _Batch) -> None:
+    def _mask_ends(self, logits: torch.Tensor, batch: Batch) -> None:
         rows = batch.rows(Need.MIN_TOKENS)
         rows = rows[batch.positions[rows] < self._settings.min_tokens[batch.slots[rows]]]
         if len(rows):
             logits[batch.entries(rows, self._settings.end_ids)] = -torch.inf
 
-    def _bias(self, logits: torch.Tensor, batch: _Batch) -> None:
+    def _bias(self, logits: torch.Tensor, batch: Batch) -> None:
         rows = batch.rows(Need.BIAS)
         values = torch.cat([self._settings.bias[slot] for slot in batch.slots[rows].tolist()])
         logits.index_put_(batch.entries(rows, self._settings.bias_ids), values, accumulate=True)
 
-    def _draw(self, logits: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, batch: _Batch) -> None:
-        """Replaces the entries of `tokens` whose rows are drawn at random."""
-        settings, rows = self._settings, batch.rows(Need.RANDOM)
+    def _draw(
+        self, logits: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, batch: Batch, rows: IntArray
+    ) -> None:
+        """Replaces the entries of `tokens` for these rows, which are drawn at random."""
+        settings = self._settings
         index = batch.index(rows)
         temperature = batch.column(settings.temperature, rows)[:, None]
         weights = (batch.select(logits, rows) - best[index, None]).div_(temperature).exp_()
         sums = chunk_sums(weights)
-        if Need.TRUNCATION in batch.needs:
+        if int(np.bitwise_or.reduce(batch.flags[rows])) & Need.TRUNCATION:
             columns = (batch.column(column, rows) for column in (settings.top_k, settings.top_p, settings.min_p))
             least = least_weights(weights, sums.sum(1), *columns)
             # A float32 mask, for the same reason as in the penalties.
@@ -231,21 +200,21 @@ class Sampler:
         uniform = uniforms(settings.seed[batch.slots[rows]], batch.positions[rows])
         tokens[index] = draw(weights, sums, torch.from_numpy(uniform).to(self._device))
 
-    def _find_failures(self, best: npt.NDArray[np.float64], batch: _Batch, failed: dict[int, str]) -> None:
+    def _find_failures(self, best: npt.NDArray[np.float64], batch: Batch, failed: dict[int, str]) -> None:
         """`best`: the largest adjusted logit of each row, which shows every NaN and every infinity."""
         for row, slot in enumerate(batch.slots.tolist() if self._refused else ()):
             if slot in self._refused:
                 failed.setdefault(row, self._refused[slot])
         for row in np.flatnonzero(~np.isfinite(best)).tolist():
-            failed.setdefault(row, _why_not_finite(float(best[row]), Need(int(batch.flags[row]))))
+            failed.setdefault(row, _why_not_finite(float(best[row])))
 
-    def _count(self, tokens: torch.Tensor, batch: _Batch) -> None:
+    def _count(self, tokens: torch.Tensor, batch: Batch) -> None:
         for need, counts in ((Need.OUTPUT_PENALTY, self._output), (Need.REPETITION_PENALTY, self._seen)):
             if need in batch.needs:
                 rows = batch.rows(need)
                 counts.count_sampled(batch.slots[rows], tokens[batch.index(rows)])
 
-    def _advance(self, batch: _Batch, token_ids: list[int], result: Sampled, failed: dict[int, str]) -> None:
+    def _advance(self, batch: Batch, token_ids: list[int], result: Sampled, failed: dict[int, str]) -> None:
         if Need.GRAMMAR not in batch.needs:
             return
         for row in batch.rows(Need.GRAMMAR).tolist():
@@ -263,7 +232,7 @@ class Sampler:
         raw: torch.Tensor,
         tokens: torch.Tensor,
         rows: IntArray,
-        batch: _Batch,
+        batch: Batch,
         result: Sampled,
         failed: dict[int, str],
     ) -> None:
@@ -283,7 +252,7 @@ class Sampler:
                     )
                 )
 
-    def _report(self, batch: _Batch, result: Sampled, failed: dict[int, str]) -> None:
+    def _report(self, batch: Batch, result: Sampled, failed: dict[int, str]) -> None:
         for row, message in sorted(failed.items()):
             result.failed.append((int(batch.slots[row]), message))
             if result.token_ids[row]:
@@ -291,14 +260,7 @@ class Sampler:
                 result.tokens[row] = 0
 
 
-def _put_back(logits: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
-    if rows is not logits:
-        logits[index] = rows
-
-
-def _why_not_finite(best: float, needs: Need) -> str:
-    if best > 0 or best != best:
-        return f"the model produced {'infinite' if best > 0 else 'NaN'} logits"
-    if needs & (Need.GRAMMAR | Need.MIN_TOKENS | Need.BIAS):
-        return "no token is allowed: the grammar, min_tokens and logit_bias exclude every one"
-    return "the model produced logits that are all -inf"
+def _why_not_finite(best: float) -> str:
+    if best == -np.inf:
+        return "no token is left: the model, the grammar, min_tokens and logit_bias together exclude every one"
+    return f"the model produced {'infinite' if best > 0 else 'NaN'} logits"

@@ -29,7 +29,7 @@ def describe(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Described
     """
     parts = [
         _describe(logits[start : start + _ROWS_AT_ONCE], token_ids[start : start + _ROWS_AT_ONCE], k)
-        for start in range(0, len(logits), _ROWS_AT_ONCE)
+        for start in range(0, max(len(logits), 1), _ROWS_AT_ONCE)
     ]
     chosen, ranks, top_ids, top = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Described(chosen.tolist(), ranks.tolist(), top_ids, top)
@@ -40,19 +40,21 @@ def _describe(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple[np
     chosen = logits.gather(1, token_ids[:, None])
     ranks = torch.gt(logits, chosen, out=torch.empty_like(logits)).sum(1).long() + 1
     top, ids = logits.topk(min(k, logits.shape[1]))
-    best = logits.argmax(-1, keepdim=True)
-    top_ids, top_logits = _in_order(ids.cpu().numpy(), top.cpu().numpy(), best.cpu().numpy())
-    shift = normalizer.cpu().numpy()
-    return (chosen.cpu().numpy() - shift).squeeze(1), ranks.cpu().numpy(), top_ids, top_logits - shift
+    top_ids, values = ids.cpu().numpy(), top.cpu().numpy()
+    _name_the_first(logits, top_ids, values)
+    order = np.lexsort((top_ids, -values), axis=-1)
+    top_logprobs = (top - normalizer).cpu().numpy()
+    top_ids, top_logprobs = (np.take_along_axis(array, order, 1) for array in (top_ids, top_logprobs))
+    return (chosen - normalizer).squeeze(1).cpu().numpy(), ranks.cpu().numpy(), top_ids, top_logprobs
 
 
-def _in_order(
-    ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32], best: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Rows by falling value, then rising id. When more than k tokens share the first place, topk may have
-    left out the one that greedy decoding takes; it must be in the list."""
-    if ids.shape[1]:
-        absent = ~(ids == best).any(1)
-        ids[absent, -1] = best[absent, 0]
-    order = np.lexsort((ids, -values), axis=-1)
-    return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
+def _name_the_first(logits: torch.Tensor, ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32]) -> None:
+    """When more than k tokens share the first place, topk may have left out the one that greedy decoding
+    takes, the lowest id; it must be in the list."""
+    if not ids.shape[1]:
+        return
+    rows = np.flatnonzero(values[:, 0] == values[:, -1])
+    if len(rows):
+        best = logits[torch.from_numpy(rows).to(logits.device)].max(-1).indices.cpu().numpy()
+        absent = ~(ids[rows] == best[:, None]).any(1)
+        ids[rows[absent], -1] = best[absent]

@@ -25,6 +25,10 @@ class Need(IntFlag):
     LOGPROBS = 128
 
 
+ADJUSTING = Need.OUTPUT_PENALTY | Need.REPETITION_PENALTY | Need.BIAS | Need.MIN_TOKENS | Need.GRAMMAR
+"""Those that change the logits."""
+
+
 def needs_of(sampling: SamplingParams) -> Need:
     random = sampling.temperature > 0
     truncated = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
