@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -79,8 +78,3 @@ def ended_badly(output: EngineOutput) -> ApiError | None:
     if output.finish_reason == "abort":
         return ApiError(503, f"the request was aborted: {output.error}", code="aborted")
     return None
-
-
-def detail(error: Any) -> str:
-    """A msgspec error without its path, which is named apart."""
-    return str(error).split(" - at `$")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,11 @@ class ServerState:
     """New requests get 503; running ones go on."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix seconds, for /v1/models."""
+    seeds: random.Random = field(init=False)
+    """Of requests that bring no seed."""
+
+    def __post_init__(self) -> None:
+        self.seeds = random.Random(self.engine_config.seed)
 
     def begin(self, served: Served) -> None:
         """Loading is done: requests are accepted from now on."""

@@ -84,6 +84,11 @@ class TextAssembler(Generic[L]):
         """The stop string that ended the text; what is pushed afterwards is not shown."""
         return self._matcher.matched if self._matcher else None
 
+    @property
+    def token_total(self) -> int:
+        """Tokens read so far: up to and with the one that completed a stop string, without a hidden stop token."""
+        return self._token_total
+
     def push(
         self, token_ids: Sequence[int], logprobs: Sequence[L] | None = None, *, stop_token_id: int | None = None
     ) -> TextDelta[L]:

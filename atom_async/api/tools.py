@@ -1,0 +1,146 @@
+"""Tools: what of them the model is shown, what its output is bound to, and how calls are read from it.
+
+| tool_choice | the prompt has the tools | the output | read by |
+|---|---|---|---|
+| none | no | free | nobody: it is content |
+| auto | yes | free; with `strict`, calls follow their schemas | the model's own parser |
+| required | yes | a JSON list of calls, by grammar | the `json` parser |
+| a function | yes | the function's arguments, by grammar | `WholeIsArguments` |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from atom_async.api.constraints import Constraint, schema_grammar
+from atom_async.api.errors import bad_request
+from atom_async.api.requests import ChatRequest, JsonObject, NamedToolChoice, Tool
+from atom_async.text.tool_calls import ParsedDelta, ToolCallDelta, ToolCallParser, make_parser
+from atom_async.wire.sampling import Grammar
+
+NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
+"""What a function without `parameters` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    shown: list[Tool] | None
+    """For the chat template."""
+    make_parser: Callable[[], ToolCallParser]
+    """One for each choice."""
+    constraint: Constraint | None = None
+
+
+class WholeIsArguments:
+    """The output is one call's arguments and nothing else."""
+
+    found_calls = False
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def push(self, text: str) -> ParsedDelta:
+        if not text and self.found_calls:
+            return ParsedDelta()
+        name = None if self.found_calls else self._name
+        self.found_calls = True
+        return ParsedDelta(tool_calls=[ToolCallDelta(0, name, text)])
+
+    def finish(self) -> ParsedDelta:
+        return ParsedDelta()
+
+
+def tool_plan(body: ChatRequest, parser: str) -> ToolPlan:
+    """`parser` is the served model's. Raises ApiError."""
+    tools = body.tools or []
+    choice = body.tool_choice or "auto"
+    _check_names(tools, choice)
+    if not tools or choice == "none":
+        return ToolPlan(None, lambda: make_parser("none"))
+    plain = [msgspec.to_builtins(tool) for tool in tools]
+    if isinstance(choice, NamedToolChoice):
+        name = choice.function.name
+        parameters = next(_parameters(tool) for tool in tools if tool.function.name == name)
+        return ToolPlan(tools, lambda: WholeIsArguments(name), ("tool_choice", schema_grammar(parameters)))
+    if choice == "required":
+        most = 1 if body.parallel_tool_calls is False else None
+        return ToolPlan(
+            tools, lambda: make_parser("json", plain), ("tool_choice", schema_grammar(calls_schema(tools, most)))
+        )
+    return ToolPlan(tools, lambda: make_parser(parser, plain), _strict_constraint(tools, parser))
+
+
+def _check_names(tools: list[Tool], choice: str | NamedToolChoice) -> None:
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise bad_request("tools: two functions have the same name", "tools")
+    if not tools and choice not in ("auto", "none"):
+        raise bad_request("tool_choice asks for a call, but there are no tools", "tool_choice")
+    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+        raise bad_request(
+            f"tool_choice names {choice.function.name}, which is not among the tools: {', '.join(names)}", "tool_choice"
+        )
+
+
+def _parameters(tool: Tool) -> JsonObject:
+    return NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters
+
+
+def calls_schema(tools: list[Tool], most: int | None) -> JsonObject:
+    """JSON Schema of a list of calls, one at least."""
+    definitions = {f"tool{index}": _moved(_parameters(tool), index) for index, tool in enumerate(tools)}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/tool{index}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for index, tool in enumerate(tools)
+    ]
+    schema: JsonObject = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    return schema if most is None else {**schema, "maxItems": most}
+
+
+def _moved(schema: Any, index: int) -> Any:
+    """The schema as a part of a larger one: its references follow it there."""
+    if isinstance(schema, dict):
+        moved = {key: _moved(value, index) for key, value in schema.items()}
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            moved["$ref"] = f"#/$defs/tool{index}{reference[1:]}"
+        return moved
+    return [_moved(value, index) for value in schema] if isinstance(schema, list) else schema
+
+
+def _strict_constraint(tools: list[Tool], parser: str) -> Constraint | None:
+    """With `strict` functions: text is free, but a call that begins is one that fits."""
+    if not any(tool.function.strict for tool in tools):
+        return None
+    if parser != "hermes":
+        raise bad_request(
+            "strict is not supported for this model with tool_choice auto; leave it out, or use tool_choice required "
+            "or a named function, which always follow the schema",
+            "tools",
+        )
+    calls = []
+    for tool in tools:
+        parameters = _parameters(tool) if tool.function.strict else {"type": "object"}
+        begin = f'\n{{"name": {json.dumps(tool.function.name)}, "arguments": '
+        calls.append(f"{json.dumps(begin)} %json {json.dumps(parameters)} {json.dumps(_END)}")
+    source = _STRICT.format(calls="\n    | ".join(calls))
+    return "tools", Grammar("lark", source)
+
+
+_END = "}\n</tool_call>"
+_STRICT = """\
+start: called* TEXT
+called: opening ( {calls} )
+opening[lazy]: TEXT "<tool_call>"
+TEXT: /(.|\\n)*/
+"""
