@@ -128,7 +128,9 @@ class Server:
         for task in tasks:
             if not task.done():
                 task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=not done)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if done:
+            await tasks[0]
         return done
 
     async def _load(self) -> None:
