@@ -1,9 +1,13 @@
 """Fixtures that several test folders share."""
 
-import pytest
+import os
 
-from atom_async.config import EngineConfig
-from atom_async.model.resolve import ResolvedModel, resolve_model
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: references must not spin while workers run
+
+import pytest  # noqa: E402
+
+from atom_async.config import EngineConfig  # noqa: E402
+from atom_async.model.resolve import ResolvedModel, resolve_model  # noqa: E402
 
 
 @pytest.fixture(scope="session")

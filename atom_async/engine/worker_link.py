@@ -97,9 +97,14 @@ class WorkerLink:
         self._child.on_exit = self._exited
 
     def _environment(self) -> dict[str, str]:
-        """Thread counts must stand before torch is imported."""
+        """What must stand before torch is imported.
+
+        Threads that wait for each other sleep instead of spinning (OMP_WAIT_POLICY): with any other work on
+        the cores, a spinning thread keeps off the one it waits for, and a step takes many times as long.
+        """
         threads = str(self._init.threads)
-        return os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+        defaults = {"OMP_WAIT_POLICY": "PASSIVE"}
+        return defaults | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
     async def load(self, on_progress: OnProgress) -> WorkerLoaded:
         """Raises WorkerStartError in the worker's own words."""
