@@ -4,10 +4,10 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: references must not spin while workers run
 
-import pytest  # noqa: E402
+import pytest
 
-from atom_async.config import EngineConfig  # noqa: E402
-from atom_async.model.resolve import ResolvedModel, resolve_model  # noqa: E402
+from atom_async.config import EngineConfig
+from atom_async.model.resolve import ResolvedModel, resolve_model
 
 
 @pytest.fixture(scope="session")
