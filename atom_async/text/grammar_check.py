@@ -36,12 +36,14 @@ def check_grammar(grammar: Grammar, *, max_source_bytes: int = MAX_SOURCE_BYTES)
 
 
 def _verdict(source: str) -> str | None:
-    # A warning here is a keyword that would not be enforced, and nothing is ignored silently.
-    _, messages = LLMatcher.validate_grammar_with_warnings(source, limits=parser_limits())
+    # Warnings are of what the schema's own "x-guidance" asked for; a keyword that cannot be enforced is an error.
+    failed, messages = LLMatcher.validate_grammar_with_warnings(source, limits=parser_limits())
+    if not failed:
+        return None
     verdict = "; ".join(str(message).strip() for message in messages)
     if "coerce_one_of" in verdict:
         verdict += ' (in the schema: "x-guidance": {"coerce_one_of": true})'
-    return verdict or None
+    return verdict
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:

@@ -12,6 +12,13 @@ from atom_async.wire.messages import NewSequence, pack_ints
 from atom_async.wire.sampling import SamplingParams
 from workers.sampler import Sampler
 
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tiny tensors: a second thread only costs."""
+    torch.set_num_threads(1)
+
+
 MakeSequence = Callable[..., NewSequence]
 MakeSampler = Callable[..., Sampler]
 

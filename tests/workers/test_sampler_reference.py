@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sampling_reference import adjusted, possible_tokens, uniform
+from sampling_reference import adjusted, kept, possible_tokens, uniform
 
 from atom_async.wire.messages import NewSequence, pack_ints
 from atom_async.wire.sampling import SamplingParams
 from workers.sampler import Sampler
 from workers.sampling.draws import uniforms
+from workers.sampling.truncation import least_weights
 
 SMALL, LARGE = 37, 1300
 """Less than one run of the inverse CDF; more than two, and more than truncation's first look."""
@@ -76,16 +77,45 @@ def test_every_parameter_against_the_reference(
     logits, rows, prompts, outputs = case
     sampler = sampler_with(rows, prompts, outputs, logits.shape[1])
     positions = [len(output) for output in outputs]
-    result = sampler.sample(torch.from_numpy(logits.copy()), range(len(rows)), positions)
+    changed = torch.from_numpy(logits.copy())
+    result = sampler.sample(changed, range(len(rows)), positions)
     assert result.failed == []
     assert result.tokens.tolist() == result.token_ids
     decided = 0
     for i, sampling in enumerate(rows):
-        expected = possible_tokens(adjusted(logits[i], sampling, prompts[i], outputs[i]), sampling, positions[i])
+        row = adjusted(logits[i], sampling, prompts[i], outputs[i])
+        np.testing.assert_allclose(changed[i].numpy(), row, rtol=1e-5, atol=1e-5)
+        expected = possible_tokens(row, sampling, positions[i])
         if expected is not None:
             decided += 1
             assert result.token_ids[i] in expected, (i, sampling)
     assume(decided)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_truncation_keeps_what_the_reference_keeps(
+    case: tuple[np.ndarray, list[SamplingParams], list[list[int]], list[list[int]]],
+) -> None:
+    logits, rows, _, _ = case
+    drawn = [i for i, sampling in enumerate(rows) if sampling.temperature > 0]
+    assume(drawn)
+    temperatures = torch.tensor([[rows[i].temperature] for i in drawn])
+    chosen = torch.from_numpy(logits[drawn])
+    weights = ((chosen - chosen.amax(1, keepdim=True)) / temperatures).exp()
+    least = least_weights(
+        weights,
+        weights.double().sum(1),
+        torch.tensor([rows[i].top_k for i in drawn]),
+        torch.tensor([rows[i].top_p for i in drawn], dtype=torch.float64),
+        torch.tensor([rows[i].min_p for i in drawn], dtype=torch.float64),
+    )
+    got = (weights >= least[:, None]).numpy()
+    for row, i in zip(got, drawn, strict=True):
+        exact = logits[i].astype(np.float64)
+        surely, perhaps = kept(exact, rows[i], -3e-6), kept(exact, rows[i], 3e-6)
+        assert (surely <= row).all()
+        assert (row <= perhaps).all()
 
 
 @settings(max_examples=200, deadline=None)
