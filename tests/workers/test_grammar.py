@@ -20,7 +20,7 @@ from atom_async.model.resolve import ResolvedModel
 from atom_async.text.grammar_check import check_grammar, choice_grammar
 from atom_async.wire.sampling import Grammar
 from workers.grammar import LLGuidanceFactory, grammar_factory
-from workers.sampling.constrained import _allowed
+from workers.sampling.constrained import forbidding
 
 Make = Callable[..., Any]
 MOST_TOKENS = 300
@@ -269,7 +269,8 @@ class TestVocabularySizes:
         array = np.array([words, words[::-1]], dtype=np.int32)
         expected = np.zeros((2, max(vocab, array.shape[1] * 32)), dtype=bool)
         expected[:, : array.shape[1] * 32] = np.unpackbits(array.view(np.uint8), axis=1, bitorder="little")
-        assert _allowed(torch.from_numpy(array), vocab).numpy().tolist() == expected[:, :vocab].tolist()
+        mask = forbidding(torch.from_numpy(array), vocab).numpy()
+        assert mask.tolist() == np.where(expected[:, :vocab], 0, -np.inf).tolist()
 
 
 class TestFailures:
