@@ -111,19 +111,23 @@ def test_many_penalised_slots_keep_apart(new_sampler: Make, new_sequence: Make) 
     assert result.token_ids == [11 if slot == 0 else 10 for slot in range(16)]
 
 
-@pytest.mark.parametrize("k", [1, 2])
-def test_equal_logits_take_the_lowest_id(k: int, new_sampler: Make, new_sequence: Make) -> None:
+@pytest.mark.parametrize("vocab", [40, VOCAB])
+@pytest.mark.parametrize("k", [1, 2, 20])
+def test_equal_logits_take_the_lowest_id(k: int, vocab: int, new_sampler: Make, new_sequence: Make) -> None:
     """Also in the list of the most likely, when more share the first place than it names."""
-    sampler = new_sampler(VOCAB)
+    sampler = new_sampler(vocab)
     sampler.add(new_sequence(0, temperature=0.0, logprobs=k))
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 100:] = 2
-    result = sampler.sample(logits, [0], [0])
-    assert result.token_ids == [100]
-    (logprobs,) = result.logprobs
-    assert logprobs.top_ids[0][0] == 100
-    assert len(logprobs.top_ids[0]) == k
-    assert logprobs.ranks == [1]
+    for seed in range(10):
+        equal = np.random.default_rng(seed).permutation(vocab)[:30]
+        logits = torch.zeros(1, vocab)
+        logits[0, torch.from_numpy(equal)] = 2
+        result = sampler.sample(logits, [0], [0])
+        assert result.token_ids == [equal.min()]
+        (logprobs,) = result.logprobs
+        assert logprobs.top_ids[0][0] == equal.min()
+        assert len(set(logprobs.top_ids[0])) == k
+        assert set(logprobs.top_ids[0]) <= set(equal.tolist())
+        assert logprobs.ranks == [1]
 
 
 class TestMinTokens:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.sampling.draws import chunk_sums, draw, uniforms
+from workers.sampling.draws import _invert, chunk_sums, draw, uniforms
 from workers.sampling.truncation import least_weights
 
 DRAWS = 20_000
@@ -60,6 +60,11 @@ def test_zero_weights_are_never_drawn(vocab: int, seed: int, point: float, zeros
     for uniform in (0.0, point, 1 - 2**-53):
         token = draw_many(torch.from_numpy(weights), np.array([uniform]))[0]
         assert weights[0, token] > 0
+
+
+def test_a_target_rounded_up_to_the_total_stays_on_the_last_weight() -> None:
+    cumulative = torch.tensor([[1.0, 3.0, 3.0, 3.0], [0.0, 0.0, 2.0, 2.0]], dtype=torch.float64)
+    assert _invert(cumulative, cumulative[:, -1:]).tolist() == [[1], [2]]
 
 
 @settings(max_examples=150, deadline=None)
