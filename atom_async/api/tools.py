@@ -4,7 +4,7 @@
 |---|---|---|---|
 | none | no | free | nobody: it is content |
 | auto | yes | free; with `strict`, calls follow their schemas | the model's own parser |
-| required | yes | a JSON list of calls, by grammar | the `json` parser |
+| required | yes | a JSON list of calls, by grammar | the `json` parser, in `CallsOnly` |
 | a function | yes | the function's arguments, by grammar | `WholeIsArguments` |
 """
 
@@ -55,6 +55,23 @@ class WholeIsArguments:
         return ParsedDelta()
 
 
+class CallsOnly:
+    """A list of calls: what is between them, or left of one that the length cut off, is no content."""
+
+    def __init__(self, parser: ToolCallParser) -> None:
+        self._parser = parser
+
+    @property
+    def found_calls(self) -> bool:
+        return self._parser.found_calls
+
+    def push(self, text: str) -> ParsedDelta:
+        return ParsedDelta(tool_calls=self._parser.push(text).tool_calls)
+
+    def finish(self) -> ParsedDelta:
+        return ParsedDelta(tool_calls=self._parser.finish().tool_calls)
+
+
 def tool_plan(body: ChatRequest, parser: str) -> ToolPlan:
     """`parser` is the served model's. Raises ApiError."""
     tools = body.tools or []
@@ -69,9 +86,8 @@ def tool_plan(body: ChatRequest, parser: str) -> ToolPlan:
         return ToolPlan(tools, lambda: WholeIsArguments(name), ("tool_choice", schema_grammar(parameters)))
     if choice == "required":
         most = 1 if body.parallel_tool_calls is False else None
-        return ToolPlan(
-            tools, lambda: make_parser("json", plain), ("tool_choice", schema_grammar(calls_schema(tools, most)))
-        )
+        grammar = schema_grammar(calls_schema(tools, most))
+        return ToolPlan(tools, lambda: CallsOnly(make_parser("json", plain)), ("tool_choice", grammar))
     return ToolPlan(tools, lambda: make_parser(parser, plain), _strict_constraint(tools, parser))
 
 
