@@ -139,6 +139,7 @@ def make_sequences(
 ) -> list[Sequence]:
     """All choices in OpenAI's order: those of the first prompt first. Nothing is submitted yet."""
     sequences: list[Sequence] = []
+    state.metrics.observe("vllm:request_params_n", body.n or 1)
     for plan in plans:
         packed = pack_ints(plan.prompt.token_ids)
         for choice in range(body.n or 1):

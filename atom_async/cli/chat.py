@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,9 +67,10 @@ class Conversation:
         body = {"model": self.model, "messages": self.messages, "stream": True, **self.options}
         pieces: list[str] = []
         try:
-            for piece in stream_chat(self.url, self.key, body):
-                pieces.append(piece)
-                show(piece)
+            with closing(stream_chat(self.url, self.key, body)) as stream:
+                for piece in stream:
+                    pieces.append(piece)
+                    show(piece)
         except ServerError:
             self.messages.pop()
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ def get_json(url: str, key: str | None, path: str) -> Any:
         return _decoded(response.read())
 
 
-def stream_chat(url: str, key: str | None, body: dict[str, Any]) -> Iterator[str]:
+def stream_chat(url: str, key: str | None, body: dict[str, Any]) -> Generator[str, None, None]:
     """The text of the answer's first choice, piece by piece. Closing the iterator aborts the request.
 
     Raises ServerError, also in the middle.

@@ -46,6 +46,8 @@ class ScriptedEngine:
         self.left_early: list[str] = []
         self.finished: list[str] = []
         self.gate: asyncio.Semaphore | None = None
+        self._gate_arrivals = 0
+        self._arrived = asyncio.Event()
         self.current_stats = EngineStats(kv_blocks_total=100, kv_blocks_used=25, running=2, waiting=1, steps=7)
         self.stats_error: Exception | None = None
         self.cause: str | None = None
@@ -57,6 +59,8 @@ class ScriptedEngine:
         try:
             for item in self.script(request):
                 if self.gate is not None:
+                    self._gate_arrivals += 1
+                    self._arrived.set()
                     await self.gate.acquire()
                 if isinstance(item, Exception):
                     over = True
@@ -69,6 +73,13 @@ class ScriptedEngine:
             self.running.discard(request.request_id)
             if not over:
                 self.left_early.append(request.request_id)
+
+    async def gate_reached(self, times: int) -> None:
+        """Until requests have come to the gate so many times in all."""
+        async with asyncio.timeout(10):
+            while self._gate_arrivals < times:
+                self._arrived.clear()
+                await self._arrived.wait()
 
     def abort(self, request_id: str, *, reason: str = "") -> None:
         raise AssertionError("the API leaves streams instead")
