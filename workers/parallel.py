@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 from typing import Protocol
@@ -83,4 +84,5 @@ def join_group(init: WorkerInit, store_fd: int) -> ParallelGroup:
     )
     backend = "nccl" if init.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=init.rank, world_size=init.tp_size, timeout=JOIN_TIMEOUT)
+    atexit.register(dist.destroy_process_group)  # gloo's threads end the process with SIGABRT when left running
     return DistributedGroup(init.rank, init.tp_size)

@@ -17,12 +17,14 @@ from atom_async.wire.messages import (
     WorkerLoaded,
     pack_ints,
 )
+from atom_async.wire.model import ModelSpec
 
 from .attention import AttentionBackend, create_attention
 from .batch import Batch, ChunkRows, IntArray, SequenceTables, ints
 from .grammar import grammar_factory
 from .kv import KvPool, bytes_per_block, cpu_kv_bytes, gpu_kv_bytes
 from .loading import create_reader
+from .loading.reader import TensorReader
 from .loop import Progress
 from .models import check_variant
 from .models.build import Builder
@@ -80,10 +82,8 @@ class ModelRunner:
             max_model_len=init.max_model_len,
         )
         self._decoder = builder.build(lambda done, total: progress("load", done, total))
-        tied = {"lm_head.weight", "output.weight"} if init.model.tie_word_embeddings else set()
-        if unread := [name for name in reader.unread() if name not in tied]:
-            raise ValueError(f"the files hold tensors that this model does not have: {', '.join(unread[:5])}")
-        if self._group.rank == 0:
+        if self._group.rank == 0:  # the only rank that reads every tensor, biases of row-parallel layers included
+            _check_all_read(reader, init.model)
             grammars = grammar_factory(init.tokenizer_json, init.model.vocab_size, init.end_token_ids)
             self._sampler = Sampler(
                 vocab_size=init.model.vocab_size,
@@ -240,6 +240,13 @@ class _Watched:
         self.prompt_len = new.prompt_len
         self.carried_1E: torch.Tensor | None = None
         """Hidden state of the last computed prompt position."""
+
+
+def _check_all_read(reader: TensorReader, model: ModelSpec) -> None:
+    """Raises ValueError for files that hold more than the model: they are another one's."""
+    tied = {"lm_head.weight", "output.weight"} if model.tie_word_embeddings else set()
+    if unread := [name for name in reader.unread() if name not in tied]:
+        raise ValueError(f"the files hold tensors that this model does not have: {', '.join(unread[:5])}")
 
 
 def _result(
