@@ -45,7 +45,7 @@ async def chat_completions(request: Request) -> Response | SseReply:
     body = await BODY.read(request)
     served = state.accepting_for(body.model)
     _check(body)
-    tools = tool_plan(body, served.text.tool_call_parser)
+    tools = tool_plan(body, served.text.tool_call_parser, constraints(body, body.response_format))
     plan = await _plan(body, served, tools, state.serve_config.max_logprobs)
     answer_id = new_id("chatcmpl")
     sequences = make_sequences(
@@ -67,8 +67,7 @@ def _check(body: ChatRequest) -> None:
 
 
 async def _plan(body: ChatRequest, served: Served, tools: ToolPlan, max_logprobs: int) -> SequencePlan:
-    found = constraints(body, body.response_format)
-    grammar = await accepted([*found, tools.constraint] if tools.constraint else found)
+    grammar = await accepted(tools.constraints)
     top = checked_logprobs(body.top_logprobs, max_logprobs, "top_logprobs")
     prompt = await chat_prompt(
         served,

@@ -3,7 +3,7 @@
 | tool_choice | the prompt has the tools | the output | read by |
 |---|---|---|---|
 | none | no | free | nobody: it is content |
-| auto | yes | free; with `strict`, calls follow their schemas | the model's own parser |
+| auto | yes | free; `strict` calls follow their schemas; with a JSON Schema, it or calls | the model's own parser |
 | required | yes | a JSON list of calls, by grammar | the `json` parser, in `CallsOnly` |
 | a function | yes | the function's arguments, by grammar | `WholeIsArguments` |
 """
@@ -21,6 +21,7 @@ from atom_async.api.constraints import Constraint, schema_grammar
 from atom_async.api.errors import bad_request
 from atom_async.api.requests import ChatRequest, JsonObject, NamedToolChoice, Tool
 from atom_async.text.tool_calls import ParsedDelta, ToolCallDelta, ToolCallParser, make_parser
+from atom_async.wire.grammar import JSON_OPTIONS
 from atom_async.wire.sampling import Grammar
 
 NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -33,7 +34,8 @@ class ToolPlan:
     """For the chat template."""
     make_parser: Callable[[], ToolCallParser]
     """One for each choice."""
-    constraint: Constraint | None = None
+    constraints: list[Constraint]
+    """All that binds the output, the request's other fields included."""
 
 
 class WholeIsArguments:
@@ -72,23 +74,28 @@ class CallsOnly:
         return ParsedDelta(tool_calls=self._parser.finish().tool_calls)
 
 
-def tool_plan(body: ChatRequest, parser: str) -> ToolPlan:
-    """`parser` is the served model's. Raises ApiError."""
+def tool_plan(body: ChatRequest, parser: str, others: list[Constraint]) -> ToolPlan:
+    """`parser` is the served model's; `others` is what the request's other fields bind the output to.
+
+    Raises ApiError.
+    """
     tools = body.tools or []
     choice = body.tool_choice or "auto"
     _check_names(tools, choice)
     if not tools or choice == "none":
-        return ToolPlan(None, lambda: make_parser("none"))
+        return ToolPlan(None, lambda: make_parser("none"), others)
     plain = [msgspec.to_builtins(tool) for tool in tools]
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
         parameters = next(_parameters(tool) for tool in tools if tool.function.name == name)
-        return ToolPlan(tools, lambda: WholeIsArguments(name), ("tool_choice", schema_grammar(parameters)))
+        constraint = ("tool_choice", schema_grammar(parameters))
+        return ToolPlan(tools, lambda: WholeIsArguments(name), [*others, constraint])
     if choice == "required":
         most = 1 if body.parallel_tool_calls is False else None
-        grammar = schema_grammar(calls_schema(tools, most))
-        return ToolPlan(tools, lambda: CallsOnly(make_parser("json", plain)), ("tool_choice", grammar))
-    return ToolPlan(tools, lambda: make_parser(parser, plain), _strict_constraint(tools, parser))
+        constraint = ("tool_choice", schema_grammar(calls_schema(tools, most)))
+        return ToolPlan(tools, lambda: CallsOnly(make_parser("json", plain)), [*others, constraint])
+    constraints = _calls_or(others, tools, parser) if others else _strict(tools, parser)
+    return ToolPlan(tools, lambda: make_parser(parser, plain), constraints)
 
 
 def _check_names(tools: list[Tool], choice: str | NamedToolChoice) -> None:
@@ -134,29 +141,60 @@ def _moved(schema: Any, index: int) -> Any:
     return [_moved(value, index) for value in schema] if isinstance(schema, list) else schema
 
 
-def _strict_constraint(tools: list[Tool], parser: str) -> Constraint | None:
+def _strict(tools: list[Tool], parser: str) -> list[Constraint]:
     """With `strict` functions: text is free, but a call that begins is one that fits."""
     if not any(tool.function.strict for tool in tools):
-        return None
+        return []
     if parser != "hermes":
         raise bad_request(
             "strict is not supported for this model with tool_choice auto; leave it out, or use tool_choice required "
             "or a named function, which always follow the schema",
             "tools",
         )
+    return [("tools", Grammar("lark", _STRICT + _called(tools)))]
+
+
+def _calls_or(others: list[Constraint], tools: list[Tool], parser: str) -> list[Constraint]:
+    """An answer that follows a schema, or calls: the model chooses with its first token."""
+    field, grammar = others[0]
+    if parser != "hermes" or grammar.kind != "json_schema":
+        raise bad_request(
+            f"{field} would keep the model from calling any tool; use it with tool_choice none, or without tools", field
+        )
+    try:
+        schema = json.loads(grammar.source)
+    except ValueError:
+        return others  # checking it will say what is wrong
+    combined = Grammar("lark", _CALLS_OR.format(schema=_inline(schema)) + _called(tools))
+    return [(field, combined), *others[1:]]
+
+
+def _called(tools: list[Tool]) -> str:
+    """The rule of what follows `<tool_call>`. Only `strict` functions have their arguments checked."""
     calls = []
     for tool in tools:
         parameters = _parameters(tool) if tool.function.strict else {"type": "object"}
         begin = f'\n{{"name": {json.dumps(tool.function.name)}, "arguments": '
-        calls.append(f"{json.dumps(begin)} %json {json.dumps(parameters)} {json.dumps(_END)}")
-    source = _STRICT.format(calls="\n    | ".join(calls))
-    return "tools", Grammar("lark", source)
+        calls.append(f"{json.dumps(begin)} {_inline(parameters)} {json.dumps(_END)}")
+    return "call: " + "\n    | ".join(calls) + "\n"
+
+
+def _inline(schema: Any) -> str:
+    """A schema as a part of a Lark grammar, with the spacing that whole schemas have too."""
+    if isinstance(schema, dict):
+        schema = {"x-guidance": JSON_OPTIONS} | schema
+    return "%json " + json.dumps(schema)
 
 
 _END = "}\n</tool_call>"
 _STRICT = """\
 start: called* TEXT
-called: opening ( {calls} )
+called: opening call
 opening[lazy]: TEXT "<tool_call>"
 TEXT: /(.|\\n)*/
+"""
+_CALLS_OR = """\
+start: answer | called ("\\n" called)*
+answer: {schema}
+called: "<tool_call>" call
 """

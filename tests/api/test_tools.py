@@ -186,6 +186,26 @@ async def test_strict_binds_calls_but_not_text(app: Starlette, engine: ScriptedE
     assert not accepts(grammar, HERMES.replace("get_weather", "get_whether"))
 
 
+async def test_a_schema_or_calls(app: Starlette, engine: ScriptedEngine) -> None:
+    """Tools and a response format together: the answer follows the schema, or is calls."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert (await post(app, CHAT, BASE | {"response_format": shape})).status == 200
+    grammar = engine.requests[-1].sampling.grammar
+    assert grammar is not None
+    assert accepts(grammar, '{"ok": true}')
+    assert accepts(grammar, TWO.removeprefix("Let me see.\n"))
+    assert not accepts(grammar, "Just text")
+    assert not accepts(grammar, "{}")
+
+
+async def test_grammars_that_leave_no_room_for_calls(app: Starlette) -> None:
+    exchange = await post(app, CHAT, BASE | {"guided_regex": "a"})
+    assert (exchange.status, exchange.error["param"]) == (400, "guided_regex")
+    assert "tool_choice none" in exchange.error["message"]
+    assert (await post(app, CHAT, BASE | {"guided_regex": "a", "tool_choice": "none"})).status == 200
+
+
 async def test_references_inside_parameters_still_resolve() -> None:
     """Each tool's own definitions, although both are called `n`."""
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
+import os
+import pty
 import sys
+import termios
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -181,3 +185,89 @@ async def test_closing_a_stream_early_ends_the_request(peer: Peer) -> None:
 async def test_answers_that_are_no_json(peer: Peer) -> None:
     with pytest.raises(ServerError, match="HTTP status 404"):
         await asyncio.to_thread(get_json, peer.url, None, "/nowhere")
+
+
+def _own_terminal() -> None:
+    """In the child: standard input controls it, so that Ctrl-C becomes SIGINT."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class Terminal:
+    """`atom-async chat` on a pseudo-terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.arguments = arguments
+        self.seen = b""
+        self._news = asyncio.Event()
+
+    async def __aenter__(self) -> Terminal:
+        self.ours, theirs = pty.openpty()
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "atom_async.cli", "chat", *self.arguments),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=os.environ | {"TERM": "dumb", "PROMPT_TOOLKIT_NO_CPR": "1"},
+            preexec_fn=_own_terminal,
+        )
+        os.close(theirs)
+        asyncio.get_running_loop().add_reader(self.ours, self._read)
+        return self
+
+    def _read(self) -> None:
+        try:
+            self.seen += os.read(self.ours, 4096)
+        except OSError:  # the other side is closed
+            asyncio.get_running_loop().remove_reader(self.ours)
+        self._news.set()
+
+    async def until(self, text: str) -> None:
+        """Until it shows, after what was waited for before."""
+        async with asyncio.timeout(30):
+            while text.encode() not in self.seen:
+                self._news.clear()
+                await self._news.wait()
+        self.seen = self.seen.partition(text.encode())[2]
+
+    def type(self, keys: str) -> None:
+        os.write(self.ours, keys.encode())
+
+    async def __aexit__(self, *error: object) -> None:
+        asyncio.get_running_loop().remove_reader(self.ours)
+        os.close(self.ours)
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+
+@pytest.mark.process
+async def test_a_conversation_on_a_terminal(peer: Peer) -> None:
+    """Several turns, commands, and Ctrl-C, which stops an answer and not the program."""
+    async with Terminal("--url", peer.url) as terminal:
+        await terminal.until("m1 at")
+        await terminal.until("> ")
+        terminal.type("/help\r")
+        await terminal.until("Ctrl-C stops an answer")
+        terminal.type("one\r")
+        await terminal.until("🌍")
+        await terminal.until("> ")
+        peer.end = "hang"
+        terminal.type("two\r")
+        await terminal.until("🌍")
+        terminal.type("\x03")
+        await terminal.until("[stopped]")
+        async with asyncio.timeout(10):
+            await peer.left.wait()
+        peer.end = "done"
+        terminal.type("/reset\r")
+        terminal.type("three\r")
+        await terminal.until("🌍")
+        terminal.type("/exit\r")
+        async with asyncio.timeout(10):
+            assert await terminal.process.wait() == 0
+    assert [[m["content"] for m in body["messages"] if m["role"] == "user"] for body in peer.bodies] == [
+        ["one"],
+        ["one", "two"],
+        ["three"],
+    ]
