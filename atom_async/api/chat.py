@@ -32,7 +32,7 @@ from atom_async.api.responses import (
     MessagePiece,
     ToolCallPiece,
 )
-from atom_async.api.sequence import Piece, Sequence, SequencePlan, make_sequences, new_id
+from atom_async.api.sequence import Piece, PieceSum, Sequence, SequencePlan, make_sequences, new_id
 from atom_async.api.state import Served, ServerState
 from atom_async.api.tools import ToolPlan, tool_plan
 from atom_async.text.tool_calls import ParsedDelta, ToolCallDelta, ToolCallParser, join_deltas
@@ -105,7 +105,7 @@ class _Message:
     parser: ToolCallParser
     parsed: list[ParsedDelta] = field(default_factory=list)
     """For an answer in one piece."""
-    whole: Piece = field(default_factory=Piece)
+    pieces: PieceSum = field(default_factory=PieceSum)
     begun: bool = False
     cut: bool = False
     """A second call came where only one is allowed: what follows is dropped."""
@@ -127,7 +127,7 @@ class ChatShape:
         if self._body.stream:
             return self._chunks(sequence, message, piece, parsed)
         message.parsed.append(parsed)
-        message.whole += piece
+        message.pieces.add(piece)
         return []
 
     def usage_event(self) -> ChatChunk:
@@ -138,7 +138,7 @@ class ChatShape:
     def whole(self) -> ChatCompletion:
         generation = self._generation
         pairs = zip(generation.sequences, self._messages, strict=True)
-        prompt, of_prompt = generation.sequences[0].prompt, self._messages[0].whole.prompt_logprobs
+        prompt, of_prompt = generation.sequences[0].prompt, self._messages[0].pieces.total().prompt_logprobs
         return ChatCompletion(
             generation.id,
             generation.created,
@@ -178,15 +178,16 @@ class ChatShape:
     def _choice(self, sequence: Sequence, message: _Message) -> ChatChoice:
         content, calls = join_deltas(message.parsed)
         tool_calls = [ChatToolCall(_call_id(), CalledFunction(call.name, call.arguments)) for call in calls]
-        reason = self._finish_reason(message, message.whole)
+        whole = message.pieces.total()
+        reason = self._finish_reason(message, whole)
         assert reason is not None, "asked for the whole of a sequence that has not ended"
         return ChatChoice(
             index=sequence.index,
             message=AnswerMessage(content or (None if calls else ""), tool_calls=tool_calls or UNSET),
-            logprobs=self._logprobs(message.whole),
+            logprobs=self._logprobs(whole),
             finish_reason=reason,
-            stop_reason=message.whole.stop_reason,
-            token_ids=message.whole.produced if self._body.return_token_ids else UNSET,
+            stop_reason=whole.stop_reason,
+            token_ids=whole.produced if self._body.return_token_ids else UNSET,
         )
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:

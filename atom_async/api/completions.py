@@ -16,7 +16,7 @@ from atom_async.api.prompts import Prompt, completion_prompts, truncated
 from atom_async.api.replies import SseReply
 from atom_async.api.requests import CompletionRequest
 from atom_async.api.responses import Completion, CompletionChoice, CompletionLogprobs
-from atom_async.api.sequence import Piece, Sequence, SequencePlan, make_sequences, new_id
+from atom_async.api.sequence import Piece, PieceSum, Sequence, SequencePlan, make_sequences, new_id
 from atom_async.api.state import Served, ServerState
 from atom_async.engine.client import TokenLogprob
 from atom_async.text.output import TextAssembler
@@ -74,11 +74,11 @@ class CompletionShape:
         self._usage = None if includes_usage(body) else UNSET
         self._echoes = [_echo(self._tokenizer, s.prompt) if body.echo else ("", []) for s in generation.sequences]
         self._begun = [False] * len(generation.sequences)
-        self._whole = [Piece() for _ in generation.sequences]
+        self._whole = [PieceSum() for _ in generation.sequences]
 
     def add(self, sequence: Sequence, piece: Piece) -> list[Completion]:
         if not self._body.stream:
-            self._whole[sequence.index] += piece
+            self._whole[sequence.index].add(piece)
             return []
         first = not self._begun[sequence.index]
         self._begun[sequence.index] = True
@@ -94,7 +94,7 @@ class CompletionShape:
 
     def whole(self) -> Completion:
         pairs = zip(self._generation.sequences, self._whole, strict=True)
-        answer = self._object([self._choice(sequence, piece, first=True) for sequence, piece in pairs])
+        answer = self._object([self._choice(sequence, pieces.total(), first=True) for sequence, pieces in pairs])
         answer.usage = self._generation.usage()
         return answer
 

@@ -36,17 +36,27 @@ class Piece:
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
 
-    def __add__(self, later: Piece) -> Piece:
-        return Piece(
-            self.text + later.text,
-            self.token_ids + later.token_ids,
-            self.text_offsets + later.text_offsets,
-            self.logprobs + later.logprobs,
-            self.produced + later.produced,
-            self.prompt_logprobs or later.prompt_logprobs,
-            later.finish_reason,
-            later.stop_reason,
-        )
+
+class PieceSum:
+    """All pieces of one sequence as one; adding costs what the piece is long."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._sum = Piece()
+
+    def add(self, piece: Piece) -> None:
+        self._texts.append(piece.text)
+        whole = self._sum
+        whole.token_ids += piece.token_ids
+        whole.text_offsets += piece.text_offsets
+        whole.logprobs += piece.logprobs
+        whole.produced += piece.produced
+        whole.prompt_logprobs = whole.prompt_logprobs or piece.prompt_logprobs
+        whole.finish_reason, whole.stop_reason = piece.finish_reason, piece.stop_reason
+
+    def total(self) -> Piece:
+        self._sum.text = "".join(self._texts)
+        return self._sum
 
 
 class Sequence:
