@@ -26,6 +26,7 @@ PADDING_RATIO = 1.5
 class _DecodeGroup:
     rows_N: torch.Tensor
     blocks_NB: torch.Tensor
+    """int64; behind a sequence's own blocks any block, which the mask hides."""
     positions_N1: torch.Tensor
     """Of the token computed now."""
     masks: dict[int, torch.Tensor]
@@ -49,6 +50,8 @@ class CpuSdpa:
     def __init__(self, pool: KvPool, scale: float) -> None:
         self._pool = pool
         self._scale = scale
+        self._scratch = torch.empty(0, dtype=pool.keys_BKHD[0].dtype)
+        """Where decodes' keys and values are gathered, layer after layer: fresh pages would cost as much again."""
         self._batch: Batch
         self._groups: list[_DecodeGroup] = []
         self._contexts: list[_ChunkContext] = []
@@ -82,16 +85,28 @@ class CpuSdpa:
         return out_THD.flatten(1)
 
     def _decode(self, layer: int, group: _DecodeGroup, query_NHD: torch.Tensor, window: int) -> torch.Tensor:
-        keys_BKGD = self._pool.keys_BKHD[layer]
-        kv_heads, head_dim = keys_BKGD.shape[2:]
-        key_NGLD = keys_BKGD[group.blocks_NB].flatten(1, 2).transpose(1, 2)
-        value_NGLD = self._pool.values_BKHD[layer][group.blocks_NB].flatten(1, 2).transpose(1, 2)
+        kv_heads, head_dim = self._pool.keys_BKHD[layer].shape[2:]
+        key_NGLD, value_NGLD = self._gather(layer, group.blocks_NB)
         query_NGRD = query_NHD.view(len(query_NHD), kv_heads, -1, head_dim)
         mask = group.masks.get(window)
         if mask is None:
             mask = group.masks[window] = _decode_mask(group, key_NGLD.shape[2], window, query_NHD.dtype)
         out_NGRD = scaled_dot_product_attention(query_NGRD, key_NGLD, value_NGLD, attn_mask=mask, scale=self._scale)
         return out_NGRD.reshape(query_NHD.shape)
+
+    def _gather(self, layer: int, blocks_NB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [N, G, L, D] of sequences, in scratch memory."""
+        keys_BKGD, values_BKGD = self._pool.keys_BKHD[layer], self._pool.values_BKHD[layer]
+        block = keys_BKGD[0].numel()
+        size = 2 * blocks_NB.numel() * block
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(size, dtype=keys_BKGD.dtype)
+        both = self._scratch[:size].view(2, blocks_NB.numel(), block)
+        blocks = blocks_NB.flatten()
+        for out, pool_BKGD in zip(both, (keys_BKGD, values_BKGD), strict=True):
+            torch.index_select(pool_BKGD.view(-1, block), 0, blocks, out=out)
+        both_NLGD = both.view(2, len(blocks_NB), -1, *keys_BKGD.shape[2:])
+        return both_NLGD[0].transpose(1, 2), both_NLGD[1].transpose(1, 2)
 
     def _prefill(
         self,
@@ -104,8 +119,8 @@ class CpuSdpa:
     ) -> torch.Tensor:
         chunk = context.chunk
         if context.blocks_B is not None:
-            key_nGD = self._pool.keys_BKHD[layer][context.blocks_B].flatten(0, 1)[: chunk.end]
-            value_nGD = self._pool.values_BKHD[layer][context.blocks_B].flatten(0, 1)[: chunk.end]
+            key_nGD = self._pool.keys_BKHD[layer].index_select(0, context.blocks_B).flatten(0, 1)[: chunk.end]
+            value_nGD = self._pool.values_BKHD[layer].index_select(0, context.blocks_B).flatten(0, 1)[: chunk.end]
         causal = context.blocks_B is None and (window == 0 or chunk.end <= window)
         mask = None
         if not causal:
