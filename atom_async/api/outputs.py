@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol, cast
+from typing import Protocol
 
 from atom_async.api.errors import from_engine
 from atom_async.api.sequence import Piece, Sequence
-from atom_async.engine.client import EngineClient, EngineError, EngineOutput
+from atom_async.engine.client import EngineClient, EngineError
 
 Batch = list[tuple[Sequence, Piece]]
 
@@ -47,7 +47,7 @@ class _Reader:
     def __init__(self, engine: EngineClient, sequence: Sequence) -> None:
         self._engine = engine
         self._sequence = sequence
-        self._stream = cast(AsyncGenerator[EngineOutput, None], engine.generate(sequence.request))
+        self._stream = engine.generate(sequence.request)
 
     async def next(self) -> Piece | None:
         """None at the end. Raises ApiError."""

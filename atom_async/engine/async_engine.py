@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -138,7 +139,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         **settings: Any,
-    ) -> AsyncIterator[TextOutput]:
+    ) -> AsyncGenerator[TextOutput, None]:
         """Streams the answer to one prompt; leaving the loop early aborts the request.
 
         Args:
@@ -160,14 +161,17 @@ class AsyncEngine:
         )
         assembler = TextAssembler[TokenLogprob](self.tokenizer, stop=stop, min_tokens=params.min_tokens)
         completion_tokens = 0
-        async for output in self._engine.generate(request):
-            completion_tokens += len(output.token_ids)
-            delta = assembler.push(output.token_ids, output.logprobs, stop_token_id=output.stop_token_id)
-            rest = assembler.finish() if output.finish_reason is not None else None
-            yield _text_output(output, [delta, rest], len(ids), completion_tokens, assembler.stopped_by)
-            if assembler.stopped_by is not None:
-                self._engine.finish(request.request_id)
-                return
+        # aclosing: a generator left early must end the one inside it now, not when it is collected
+        async with contextlib.aclosing(self._engine.generate(request)) as stream:
+            async for output in stream:
+                completion_tokens += len(output.token_ids)
+                delta = assembler.push(output.token_ids, output.logprobs, stop_token_id=output.stop_token_id)
+                rest = assembler.finish() if output.finish_reason is not None else None
+                if assembler.stopped_by is not None:
+                    self._engine.finish(request.request_id)
+                yield _text_output(output, [delta, rest], len(ids), completion_tokens, assembler.stopped_by)
+                if assembler.stopped_by is not None:
+                    return
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -5,7 +5,7 @@ Text (tokenizer, templates, stop strings, detokenizing) stays on the client's si
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -135,9 +135,9 @@ class EngineClient(Protocol):
 
     info: EngineInfo
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Submits at the first `anext`. Ends after the output with a finish_reason; closing the iterator
-        early aborts the request.
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """Submits at the first `anext`. Ends after the output with a finish_reason; closing the generator
+        early (`contextlib.aclosing`) aborts the request.
 
         Raises RequestRejected, EngineDraining, or EngineDead (also in mid-stream).
         """

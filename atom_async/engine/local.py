@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from atom_async.cache.hashing import hash_chain, root_hash, split_chain
@@ -181,7 +181,7 @@ class LocalEngine:
 
     # Requests ------------------------------------------------------------------------------------
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient.generate`."""
         chain = request.block_hashes
         if not chain and self._config.enable_prefix_caching:

@@ -7,7 +7,7 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
@@ -133,7 +133,7 @@ class RemoteEngine:
 
     # Requests ------------------------------------------------------------------------------------
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient.generate`."""
         if not request.block_hashes and self._config.enable_prefix_caching:
             request = msgspec.structs.replace(request, block_hashes=await self._hash(request))
