@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: references must not spin while workers run
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: references must not spin while workers run
 
 import pytest
 
