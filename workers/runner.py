@@ -19,7 +19,7 @@ from atom_async.wire.messages import (
 )
 from atom_async.wire.model import ModelSpec
 
-from .attention import AttentionBackend, create_attention
+from .attention import AttentionBackend, choose_attention, create_attention
 from .batch import Batch, ChunkRows, IntArray, SequenceTables, ints
 from .grammar import grammar_factory
 from .kv import KvPool, bytes_per_block, cpu_kv_bytes, gpu_kv_bytes
@@ -31,10 +31,13 @@ from .models.build import Builder
 from .models.decoder import Decoder
 from .parallel import ParallelGroup
 from .sampler import Sampled, Sampler
-from .warmup import prompt_plan
+from .warmup import decode_plan, largest_lengths, prompts_plan
 
 LOGIT_ROWS = 256
 """Prompt log-probabilities are computed for so many rows at a time, to bound the logits in memory."""
+WARMUP_TOKENS = 32
+SAMPLER_COPIES = 4
+"""Tensors of the logits' size that sampling may hold at once, on a GPU; an upper bound for the memory plan."""
 
 
 class ModelRunner:
@@ -46,6 +49,9 @@ class ModelRunner:
         self._group = group
         self._device = torch.device("cuda", init.rank) if init.device == "cuda" else torch.device("cpu")
         self._dtype: torch.dtype = getattr(torch, init.dtype)
+        self._attention_name = choose_attention(
+            self._device, dtype=self._dtype, head_dim=init.model.head_dim, block_size=init.block_size
+        )
         if init.threads and self._device.type == "cpu":
             torch.set_num_threads(init.threads)
         self.capabilities = ("logprobs", "prompt_logprobs", "grammar", f"device:{self._device.type}")
@@ -97,7 +103,7 @@ class ModelRunner:
             max_kv_blocks=(init.kv_cache_bytes or self._kv_bytes(size)) // size,
             bytes_per_block=size,
             device_name=self._device_name(),
-            attention_backend="varlen" if self._device.type == "cuda" else "cpu-sdpa",
+            attention_backend=self._attention_name,
         )
 
     def _device_name(self) -> str:
@@ -106,33 +112,41 @@ class ModelRunner:
     def _kv_bytes(self, block_bytes: int) -> int:
         if self._device.type == "cpu":
             return cpu_kv_bytes(self._init.tp_size)
+        init = self._init
+        lengths = largest_lengths(
+            init.max_num_batched_tokens, max_model_len=init.max_model_len, max_num_seqs=init.max_num_seqs
+        )
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        budget = self._init.max_num_batched_tokens
-        self.allocate(-(-budget // self._init.block_size))
-        self._run_largest_step(budget)
-        activations = torch.cuda.max_memory_allocated(self._device) - before
+        self.allocate(sum(-(-length // init.block_size) for length in lengths))
+        self._try([prompts_plan(lengths, init.block_size)])
+        step_bytes = torch.cuda.max_memory_allocated(self._device) - before
         del self._pool, self._attention
         torch.cuda.empty_cache()
-        return max(0, gpu_kv_bytes(self._init.gpu_memory_utilization, self._device, activations))
+        sampler_bytes = SAMPLER_COPIES * init.max_num_seqs * init.model.vocab_size * torch.float32.itemsize
+        return max(0, gpu_kv_bytes(init.gpu_memory_utilization, self._device, step_bytes + sampler_bytes))
 
     def allocate(self, num_blocks: int) -> None:
         self._pool = KvPool(self._init, num_blocks, self._dtype, self._device)
-        self._attention = create_attention(self._pool, self._init.model.head_dim**-0.5)
+        self._attention = create_attention(self._attention_name, self._pool, self._init.model.head_dim**-0.5)
 
     def warmup(self) -> None:
-        """One small prompt and one decode, so that the first request does not pay for first calls."""
-        blocks = len(self._pool.keys_BKHD[0])
-        self._run_largest_step(min(32, blocks * self._init.block_size, self._init.max_model_len))
+        """A small prompt and a decode after it, so that the first request does not pay for first calls."""
+        room = min(len(self._pool.keys_BKHD[0]) * self._init.block_size, self._init.max_model_len)
+        tokens = max(1, min(WARMUP_TOKENS, room) - 1)
+        plans = [prompts_plan([tokens], self._init.block_size)]
+        if room > tokens and tokens % self._init.block_size:
+            plans.append(decode_plan())
+        self._try(plans)
 
     @torch.inference_mode()
-    def _run_largest_step(self, tokens: int) -> None:
-        """A prompt of `tokens` tokens through model and head; the tables forget it afterwards."""
+    def _try(self, plans: list[StepPlan]) -> None:
+        """Plans through model and head, with tables that are forgotten afterwards."""
         tables = self._make_tables()
-        tokens = min(tokens, self._init.max_model_len)
-        batch = tables.apply(prompt_plan(tokens, self._init.block_size))
-        hidden_TE = self._decoder.forward(batch, self._attention)
-        self._decoder.logits(hidden_TE[-1:])
+        for plan in plans:
+            batch = tables.apply(plan)
+            hidden_TE = self._decoder.forward(batch, self._attention)
+            self._decoder.logits(hidden_TE[: self._init.max_num_seqs])
 
     # Steps ---------------------------------------------------------------------------------------
 
