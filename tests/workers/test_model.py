@@ -80,6 +80,14 @@ def test_random_mixed_batches(tiny: TinyModel, loaded: ModelRunner, seed: int) -
     run_mixed(Driver(loaded, tiny), random.Random(seed))
 
 
+@pytest.mark.parametrize("most_tokens", [1, 70])
+def test_decodes_split_into_small_gathers(
+    tiny: TinyModel, loaded: ModelRunner, most_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded._attention, "_most_tokens", most_tokens)
+    run_mixed(Driver(loaded, tiny), random.Random(11))
+
+
 def test_weights_that_are_not_this_models_are_refused(tmp_path: Path) -> None:
     small = TinyModel("llama", tmp_path / "a")
     other = TinyModel("qwen2", tmp_path / "b")

@@ -20,6 +20,9 @@ from workers.kv import KvPool
 
 PADDING_RATIO = 1.5
 """Decodes are grouped as long as the longest context is at most this times the shortest."""
+GATHER_BYTES = 64 << 20
+"""Most keys and values that one call gathers per layer, unless a single sequence has more: bounds the scratch
+memory. Smaller is slower, even where it would fit the caches."""
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class CpuSdpa:
     def __init__(self, pool: KvPool, scale: float) -> None:
         self._pool = pool
         self._scale = scale
+        self._most_tokens = GATHER_BYTES // (2 * pool.keys_BKHD[0][0, 0].nbytes)
         self._scratch = torch.empty(0, dtype=pool.keys_BKHD[0].dtype)
         """Where decodes' keys and values are gathered, layer after layer: fresh pages would cost as much again."""
         self._batch: Batch
@@ -58,7 +62,7 @@ class CpuSdpa:
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
-        self._groups = _decode_groups(batch)
+        self._groups = _decode_groups(batch, self._most_tokens)
         self._contexts = [
             _ChunkContext(chunk, None if chunk.start == 0 else torch.from_numpy(table.astype(np.int64)), {})
             for chunk, table in zip(batch.chunks, batch.block_tables[batch.num_decodes :], strict=True)
@@ -139,16 +143,20 @@ class CpuSdpa:
         return out_HnD.transpose(0, 1)
 
 
-def _decode_groups(batch: Batch) -> list[_DecodeGroup]:
-    """Sequences sorted by length, cut where padding would grow beyond PADDING_RATIO."""
+def _decode_groups(batch: Batch, most_tokens: int) -> list[_DecodeGroup]:
+    """Sequences sorted by length, cut where padding would grow beyond PADDING_RATIO or the group beyond
+    `most_tokens` with padding (one sequence may exceed it)."""
     lengths = batch.context_lengths[: batch.num_decodes]
     order = np.argsort(lengths, kind="stable")
     groups: list[_DecodeGroup] = []
     begin = 0
     for end in range(1, len(order) + 1):
-        if end == len(order) or lengths[order[end]] > PADDING_RATIO * lengths[order[begin]]:
-            groups.append(_decode_group(batch, np.sort(order[begin:end])))
-            begin = end
+        if end < len(order):
+            longest = lengths[order[end]]
+            if longest <= PADDING_RATIO * lengths[order[begin]] and (end + 1 - begin) * longest <= most_tokens:
+                continue
+        groups.append(_decode_group(batch, np.sort(order[begin:end])))
+        begin = end
     return groups
 
 

@@ -10,6 +10,7 @@ interleaved; `_uninterleave` puts them back into the order that Hugging Face che
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -68,7 +69,7 @@ class GgufReader:
     def rows(self, name: str, shape: Shape, start: int, length: int) -> torch.Tensor:
         entry = self._entry(name, shape)
         values = self._dequantize(entry, start, length)
-        if (self._interleaved and ".self_attn.q_proj." in name) or (self._interleaved and ".self_attn.k_proj." in name):
+        if self._interleaved and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name):
             values = self._uninterleave(values)
         return torch.from_numpy(values)
 
@@ -89,17 +90,14 @@ class GgufReader:
 
     def _dequantize(self, entry: TensorEntry, start: int, length: int) -> np.ndarray:
         """Rows [start, start + length) as float32, in memory of their own."""
-        if len(entry.shape) == 1:
-            row, first, count = 1, start, length
-        else:
-            row, first, count = int(np.prod(entry.shape[1:])), start, length
+        row = math.prod(entry.shape[1:])  # 1 for a vector, which is never quantised
         kind = GGMLQuantizationType(entry.ggml_type)
         block_elements, block_bytes = GGML_QUANT_SIZES[kind]
         row_bytes = row // block_elements * block_bytes
-        begin = entry.offset + first * row_bytes
-        raw = self._bytes[begin : begin + count * row_bytes].reshape(count, row_bytes)
+        begin = entry.offset + start * row_bytes
+        raw = self._bytes[begin : begin + length * row_bytes].reshape(length, row_bytes)
         values = np.array(dequantize(raw, kind), dtype=np.float32)
-        return values.reshape((count, *entry.shape[1:]))
+        return values.reshape((length, *entry.shape[1:]))
 
     def _uninterleave(self, rows: np.ndarray) -> np.ndarray:
         half = self._head_dim // 2
