@@ -2,6 +2,8 @@
 
     python tools/bench_wire.py
 
+The floor beside C6 is two processes that only ring each other's eventfd, both blocking, in the same run.
+
 C4: size, and encode + decode time, of the plan of a step in which 512 sequences of 32k tokens decode and a
     sixteenth of them grows by a block. C6: engine -> worker -> engine for an empty step of a real worker process
     on the simulated model, back to back and after an idle gap.
@@ -10,7 +12,10 @@ C4: size, and encode + decode time, of the plan of a step in which 512 sequences
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
+import subprocess
+import sys
 import time
 
 import msgspec
@@ -114,10 +119,42 @@ async def round_trips(tp: int) -> None:
         print(f"| {tp} | {name} | {ranked[len(ranked) // 2] * 1e6:.0f} | {ranked[int(len(ranked) * 0.99)] * 1e6:.0f} |")
 
 
+ECHO = """
+import os, sys
+heard, answered = int(sys.argv[1]), int(sys.argv[2])
+while True:
+    if os.eventfd_read(heard) > 1: break
+    os.eventfd_write(answered, 1)
+"""
+
+
+def floor() -> None:
+    """Wake-ups alone: a process that answers every ring with one."""
+    out, back = os.eventfd(0), os.eventfd(0)
+    child = subprocess.Popen([sys.executable, "-c", ECHO, str(out), str(back)], pass_fds=(out, back))
+    for name, rounds, gap in (
+        ("back to back", ROUNDS, 0.0),
+        (f"after {IDLE_S * 1e3:.0f} ms idle", IDLE_ROUNDS, IDLE_S),
+    ):
+        times = []
+        for _ in range(rounds):
+            if gap:
+                time.sleep(gap)
+            begin = time.perf_counter()
+            os.eventfd_write(out, 1)
+            os.eventfd_read(back)
+            times.append(time.perf_counter() - begin)
+        times.sort()
+        print(f"| floor | {name} | {times[len(times) // 2] * 1e6:.0f} | {times[int(len(times) * 0.99)] * 1e6:.0f} |")
+    os.eventfd_write(out, 2)
+    child.wait()
+
+
 def main() -> None:
     codec()
     print("\n| ranks | empty step | median, µs | p99, µs |")
     print("|---|---|---|---|")
+    floor()
     for tp in (1, 2):
         uvloop.run(round_trips(tp))
 
