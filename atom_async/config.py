@@ -58,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="share of GPU memory for weights, activations and KV, when --kv-cache-memory is not given",
         ),
     ] = 0.9
+    max_logprobs: Annotated[int, Meta(ge=0, description="most log-probabilities per token a request may ask for")] = 20
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of equal prompt prefixes")] = True
     max_steps_in_flight: Annotated[
         int,
@@ -97,7 +98,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "hermes", "qwen_xml", "json", "none"],
         Meta(description="how tool calls are read from the output; `auto` looks at the chat template"),
     ] = "auto"
-    max_logprobs: Annotated[int, Meta(ge=0, description="most top_logprobs a request may ask for")] = 20
     drain_timeout: Annotated[
         float, Meta(ge=0, description="seconds that running requests get to finish after SIGTERM or Ctrl-C")
     ] = 30.0

@@ -46,7 +46,7 @@ async def chat_completions(request: Request) -> Response | SseReply:
     served = state.accepting_for(body.model)
     _check(body)
     tools = tool_plan(body, served.text.tool_call_parser, constraints(body, body.response_format))
-    plan = await _plan(body, served, tools, state.serve_config.max_logprobs)
+    plan = await _plan(body, served, tools, state.engine_config.max_logprobs)
     answer_id = new_id("chatcmpl")
     sequences = make_sequences(
         state, served, body, answer_id, [plan], text_rules(body), continues_text=bool(body.continue_final_message)

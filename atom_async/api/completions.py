@@ -31,7 +31,7 @@ async def completions(request: Request) -> Response | SseReply:
     body = await BODY.read(request)
     served = state.accepting_for(body.model)
     _check(body)
-    plans = await _plans(body, served, state.serve_config.max_logprobs)
+    plans = await _plans(body, served, state.engine_config.max_logprobs)
     answer_id = new_id("cmpl")
     sequences = make_sequences(state, served, body, answer_id, plans, text_rules(body), continues_text=True)
     generation = Generation(served, sequences, answer_id, body.n or 1)

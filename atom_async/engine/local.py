@@ -234,6 +234,8 @@ class LocalEngine:
             raise EngineDraining("the engine is draining and takes no new requests")
         if asked.request_id in self._scheduler:
             raise RequestRejected(f"a request with id {asked.request_id} is running already")
+        if max(asked.sampling.logprobs, asked.sampling.prompt_logprobs) > self._config.max_logprobs:
+            raise RequestRejected(f"at most {self._config.max_logprobs} logprobs per token are given (--max-logprobs)")
         if prompt_len == 0:
             raise RequestRejected("the prompt is empty; it needs at least one token")
         if prompt_len >= self.info.max_model_len + (asked.sampling.max_tokens == 0):

@@ -30,6 +30,8 @@ from .workers import WorkerFailure, WorkersInfo, WorkerStartError
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
+LOGPROB_BYTES = 20
+"""Encoded size of one token id with its log-probability, and some more."""
 
 T = TypeVar("T")
 
@@ -107,7 +109,6 @@ class ProcessWorkers:
             raise
 
     async def _start(self, on_progress: Callable[[WorkerProgress], None]) -> WorkersInfo:
-        ring_bytes = self._ring_bytes()
         with contextlib.ExitStack() as stack:
             store = _store_socket() if self._config.tp > 1 else None
             if store is not None:
@@ -116,7 +117,13 @@ class ProcessWorkers:
             for rank in range(self._config.tp):
                 init = msgspec.structs.replace(self._init, rank=rank, store_port=port)
                 fd = store.fileno() if store is not None and rank == 0 else -1
-                link = WorkerLink(init, ring_bytes=ring_bytes, on_exit=self._on_exit, on_message=self._on_message)
+                link = WorkerLink(
+                    init,
+                    plan_ring_bytes=self._plan_ring_bytes(),
+                    result_ring_bytes=self._result_ring_bytes(),
+                    on_exit=self._on_exit,
+                    on_message=self._on_message,
+                )
                 self._links.append(link)
                 self._confirmed.append(0)
                 await link.spawn(store_fd=fd)
@@ -149,11 +156,16 @@ class ProcessWorkers:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ring_bytes(self) -> int:
+    def _plan_ring_bytes(self) -> int:
         """Room for four of the largest plans, so that two in flight always fit."""
         config = self._config
         largest = 4096 + 4 * (2 * self._init.max_model_len + 3 * (config.max_num_batched_tokens + config.max_num_seqs))
         return max(1 << 20, 4 * largest)
+
+    def _result_ring_bytes(self) -> int:
+        """The same for results, whose largest have log-probabilities of every token of a step."""
+        per_token = LOGPROB_BYTES * (self._config.max_logprobs + 2)
+        return max(1 << 20, 4 * (4096 + per_token * self._config.max_num_batched_tokens))
 
     def submit(self, plan: StepPlan, *, deadline_s: float) -> None:
         """See `Workers.submit`. Raises ring.RingFull or ValueError for a plan beyond max_plan_bytes."""

@@ -49,13 +49,14 @@ class WorkerLink:
         self,
         init: WorkerInit,
         *,
-        ring_bytes: int,
+        plan_ring_bytes: int,
+        result_ring_bytes: int,
         on_exit: Callable[[WorkerLink, str, int], None],
         on_message: Callable[[WorkerLink, object], None],
     ) -> None:
         self.rank = init.rank
-        self.plans = Ring.create(ring_bytes)
-        self.results = Ring.create(max(ring_bytes, 16 << 20))
+        self.plans = Ring.create(plan_ring_bytes)
+        self.results = Ring.create(result_ring_bytes)
         self.plan_bell = Doorbell.create()
         self.result_bell = Doorbell.create()
         self._init = init

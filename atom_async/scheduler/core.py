@@ -104,17 +104,10 @@ class Scheduler:
         return self._arrivals
 
     def add(self, request: Request) -> None:
-        """Queues a request that can run some day (see `impossible`)."""
+        """Queues a request that can run some day: its limit fits the model and all of KV."""
         assert request.request_id not in self.requests, request.request_id
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=_rank)
-
-    def impossible(self, prompt_len: int) -> str:
-        """Why a prompt of this length can never run, or nothing."""
-        capacity = self.pool.num_blocks * self.limits.block_size
-        if prompt_len >= capacity:
-            return f"the prompt has {prompt_len} tokens and all of the KV cache holds {capacity}"
-        return ""
 
     # Deciding and doing --------------------------------------------------------------------------
 

@@ -259,3 +259,12 @@ def test_an_idle_engine_sets_no_timer() -> None:
         assert not asyncio.get_running_loop()._scheduled
 
     run(scenario)
+
+
+def test_more_logprobs_than_configured_are_refused() -> None:
+    async def scenario(engine: LocalEngine, workers: SimulatedWorkers) -> None:
+        for wanted in ({"logprobs": 21}, {"prompt_logprobs": 21}):
+            with pytest.raises(RequestRejected, match="at most 20 logprobs"):
+                await collect(engine, request("a", [1, 2], **wanted))
+
+    run(scenario)
