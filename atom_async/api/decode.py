@@ -47,6 +47,9 @@ REFUSED = {
 }
 """Known fields that are not implemented, and what to do instead."""
 
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises for bytes that are no JSON, or nested beyond all reason."""
+
 T = TypeVar("T", bound=msgspec.Struct)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`")
 _MISSING = re.compile(r"Object missing required field `(.+?)`")
@@ -68,12 +71,11 @@ class BodyDecoder(Generic[T]):
         try:
             return self._decoder.decode(data)
         except msgspec.ValidationError as error:
-            return self._without_harmless(data, error)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise bad_request(f"the body is not valid JSON: {error}") from error
+            return self._without_harmless(_parsed(data), error)
+        except MALFORMED as error:
+            raise _malformed(error) from error
 
-    def _without_harmless(self, data: bytes, error: msgspec.ValidationError) -> T:
-        body = msgspec.json.decode(data)
+    def _without_harmless(self, body: Any, error: msgspec.ValidationError) -> T:
         if not isinstance(body, dict):
             raise bad_request("the body must be a JSON object") from error
         rest = {name: value for name, value in body.items() if not _is_harmless(name, value)}
@@ -104,6 +106,18 @@ class BodyDecoder(Generic[T]):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}? " if near else ""
         return bad_request(f"unknown field {name}; {hint}Accepted: {', '.join(known)}", name, "unknown_field")
+
+
+def _parsed(data: bytes) -> Any:
+    """A value whose fields did not fit may be malformed further on: the decoder stops at the first fault."""
+    try:
+        return msgspec.json.decode(data)
+    except MALFORMED as error:
+        raise _malformed(error) from error
+
+
+def _malformed(error: Exception) -> ApiError:
+    return bad_request(f"the body is not valid JSON: {error}")
 
 
 def _joined(parent: str, name: str) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import msgspec
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from .messages import NewSequence, StepPlan, StepResult, StepTimings, pack_ints, unpack_ints
+from .messages import NewSequence, SequenceLogprobs, StepPlan, StepResult, StepTimings, pack_ints, unpack_ints
 from .sampling import SamplingParams
 
 _TOKEN_BYTES = 4
@@ -123,6 +123,7 @@ class SimulatedModel:
         self._change_tables(plan)
         rows: list[int] = []
         tokens: list[int] = []
+        prompt_logprobs: list[SequenceLogprobs] = []
         for slot in unpack_ints(plan.decode_slots):
             sequence = self._sequence(slot)
             if sequence.last_token < 0:
@@ -140,12 +141,51 @@ class SimulatedModel:
             offset += length
             self._check_chunk(slot, sequence, start, length, len(data) // _TOKEN_BYTES)
             state = self._write(slot, sequence, start, data)
+            if sequence.sampling.prompt_logprobs >= 0:
+                prompt_logprobs += self._prompt_logprobs(slot, sequence, start, data)
             if sequence.position == sequence.total:
                 rows.append(slot)
                 tokens.append(self._sample(sequence, state))
         if offset * _TOKEN_BYTES != len(plan.chunk_tokens):
             raise PlanError(f"{len(plan.chunk_tokens) // _TOKEN_BYTES} chunk tokens sent, {offset} described")
-        return StepResult(plan.step_id, pack_ints(rows), pack_ints(tokens), b"", StepTimings(0, 0, 0, 0))
+        return self._result(plan.step_id, rows, tokens, prompt_logprobs)
+
+    def _result(
+        self, step_id: int, rows: list[int], tokens: list[int], prompt_logprobs: list[SequenceLogprobs]
+    ) -> StepResult:
+        failed: list[tuple[int, str]] = []
+        logprobs: list[SequenceLogprobs] = []
+        for slot, token in zip(rows, tokens, strict=True):
+            sequence = self._sequences[slot]
+            if sequence.sampling.grammar is not None:
+                failed.append((slot, "the simulated device cannot follow a grammar"))
+            elif sequence.sampling.logprobs >= 0:
+                logprobs.append(self._describe(slot, sequence.position, [token], sequence.sampling.logprobs))
+        if failed:
+            out = {slot for slot, _ in failed}
+            kept = [(slot, token) for slot, token in zip(rows, tokens, strict=True) if slot not in out]
+            rows, tokens = [slot for slot, _ in kept], [token for _, token in kept]
+        timings = StepTimings(0, 0, 0, 0)
+        return StepResult(step_id, pack_ints(rows), pack_ints(tokens), b"", timings, logprobs, prompt_logprobs, failed)
+
+    def _describe(self, slot: int, start: int, ids: list[int], count: int) -> SequenceLogprobs:
+        """Invented, in the right shape: each token the most likely, and its successors behind it."""
+        vocab = self.options.vocab_size
+        return SequenceLogprobs(
+            slot=slot,
+            start=start,
+            ids=ids,
+            logprobs=[-0.5] * len(ids),
+            ranks=[1] * len(ids),
+            top_ids=[[(token + n) % vocab for n in range(count)] for token in ids],
+            top_logprobs=[[-0.5 - n for n in range(count)] for _ in ids],
+        )
+
+    def _prompt_logprobs(self, slot: int, sequence: _Sequence, start: int, data: bytes) -> list[SequenceLogprobs]:
+        """Of the chunk's prompt tokens, without the prompt's first, which nothing precedes."""
+        first = max(start, 1)
+        ids = list(unpack_ints(data))[first - start : max(0, sequence.prompt_len - start)]
+        return [self._describe(slot, first, ids, sequence.sampling.prompt_logprobs)] if ids else []
 
     def duration_s(self, plan: StepPlan) -> float:
         """Seconds the step takes, from the state before it is applied."""

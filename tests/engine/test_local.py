@@ -21,7 +21,7 @@ from atom_async.engine.workers import WorkerFailure
 from atom_async.sim.loop import VirtualLoop
 from atom_async.sim.workers import SimulatedWorkers
 from atom_async.wire.messages import pack_ints
-from atom_async.wire.sampling import SamplingParams
+from atom_async.wire.sampling import Grammar, SamplingParams
 from atom_async.wire.simulation import SimulationOptions, expected_tokens
 
 OPTIONS = SimulationOptions(vocab_size=1000, decode_fixed_ms=10.0, prefill_fixed_ms=20.0)
@@ -266,5 +266,36 @@ def test_more_logprobs_than_configured_are_refused() -> None:
         for wanted in ({"logprobs": 21}, {"prompt_logprobs": 21}):
             with pytest.raises(RequestRejected, match="at most 20 logprobs"):
                 await collect(engine, request("a", [1, 2], **wanted))
+
+    run(scenario)
+
+
+def test_logprobs_come_one_a_token_and_once_for_the_prompt() -> None:
+    """With chunks and a preemption-sized cache: every prompt position is described once, in order."""
+
+    async def one(engine: LocalEngine, number: int) -> None:
+        prompt = [number, *range(30)]
+        outputs = await collect(engine, request(f"r{number}", prompt, 24, logprobs=2, prompt_logprobs=1))
+        tokens = tokens_of(outputs)
+        assert [entry.token_id for o in outputs for entry in o.logprobs or ()] == tokens
+        assert all(len(entry.top) == 2 for o in outputs for entry in o.logprobs or ())
+        (whole,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
+        assert whole[0] is None
+        assert [entry.token_id for entry in whole[1:]] == prompt[1:]
+
+    async def scenario(engine: LocalEngine, workers: SimulatedWorkers) -> None:
+        await asyncio.gather(*(one(engine, number) for number in range(6)))
+        assert (await engine.stats()).preemptions > 0
+
+    run(scenario, blocks=40)
+
+
+def test_a_grammar_on_the_simulated_device_is_refused_and_not_ignored() -> None:
+    async def scenario(engine: LocalEngine, workers: SimulatedWorkers) -> None:
+        free = asyncio.create_task(collect(engine, request("free", [1, 2])))
+        bound = await collect(engine, request("bound", [3], grammar=Grammar("regex", "a+")))
+        assert (bound[-1].finish_reason, bound[-1].token_ids) == ("error", [])
+        assert "cannot follow a grammar" in bound[-1].error
+        assert len(tokens_of(await free)) == 4
 
     run(scenario)
