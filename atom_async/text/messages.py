@@ -60,6 +60,6 @@ def _arguments(value: Any) -> Any:
         return value if value is not None else {}
     try:
         decoded = msgspec.json.decode(value) if value.strip() else {}
-    except (msgspec.DecodeError, ValueError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return value
     return decoded if isinstance(decoded, dict) else value
