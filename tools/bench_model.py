@@ -12,7 +12,6 @@ import argparse
 import statistics
 import time
 
-import msgspec
 import torch
 
 from atom_async.config import EngineConfig
@@ -21,19 +20,6 @@ from atom_async.wire.messages import PROTOCOL_VERSION, NewSequence, StepPlan, St
 from atom_async.wire.sampling import SamplingParams
 from workers.parallel import SingleRank
 from workers.runner import ModelRunner
-
-EMPTY = StepPlan(
-    step_id=0,
-    finished=b"",
-    new=[],
-    grown_slots=b"",
-    grown_blocks=b"",
-    decode_slots=b"",
-    chunk_slots=b"",
-    chunk_starts=b"",
-    chunk_lengths=b"",
-    chunk_tokens=b"",
-)
 
 
 def load(threads: int, sequences: int, length: int) -> tuple[ModelRunner, WorkerInit]:
@@ -70,8 +56,8 @@ def enter(runner: ModelRunner, slot: int, context: int, length: int) -> float:
     blocks = -(-length // 16)
     params = SamplingParams(max_tokens=1 << 20, temperature=0.0)
     new = NewSequence(slot, context, context, 0, pack_ints(range(slot * blocks, (slot + 1) * blocks)), b"", params)
-    plan = msgspec.structs.replace(
-        EMPTY,
+    plan = StepPlan(
+        step_id=0,
         new=[new],
         chunk_slots=pack_ints([slot]),
         chunk_starts=pack_ints([0]),
@@ -84,7 +70,7 @@ def enter(runner: ModelRunner, slot: int, context: int, length: int) -> float:
 
 
 def decode(runner: ModelRunner, sequences: int, steps: int) -> tuple[list[float], list[StepTimings]]:
-    plan = msgspec.structs.replace(EMPTY, decode_slots=pack_ints(range(sequences)))
+    plan = StepPlan(step_id=0, decode_slots=pack_ints(range(sequences)))
     times, parts = [], []
     for _ in range(steps):
         begin = time.perf_counter()

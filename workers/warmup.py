@@ -4,23 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec.structs import replace
-
 from atom_async.wire.messages import NewSequence, StepPlan, pack_ints
 from atom_async.wire.sampling import SamplingParams
-
-NOTHING = StepPlan(
-    step_id=0,
-    finished=b"",
-    new=[],
-    grown_slots=b"",
-    grown_blocks=b"",
-    decode_slots=b"",
-    chunk_slots=b"",
-    chunk_starts=b"",
-    chunk_lengths=b"",
-    chunk_tokens=b"",
-)
 
 
 def largest_lengths(tokens: int, *, max_model_len: int, max_num_seqs: int) -> list[int]:
@@ -37,8 +22,8 @@ def prompts_plan(lengths: Sequence[int], block_size: int) -> StepPlan:
         first_block = blocks.stop
         params = SamplingParams(max_tokens=1)
         new.append(NewSequence(slot, length, length, 0, pack_ints(blocks), b"", params))
-    return replace(
-        NOTHING,
+    return StepPlan(
+        step_id=0,
         new=new,
         chunk_slots=pack_ints(range(len(lengths))),
         chunk_starts=pack_ints([0] * len(lengths)),
@@ -49,4 +34,4 @@ def prompts_plan(lengths: Sequence[int], block_size: int) -> StepPlan:
 
 def decode_plan() -> StepPlan:
     """The next token of slot 0."""
-    return replace(NOTHING, decode_slots=pack_ints([0]))
+    return StepPlan(step_id=0, decode_slots=pack_ints([0]))

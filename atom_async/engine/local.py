@@ -12,10 +12,10 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from atom_async.cache.hashing import hash_chain, root_hash, split_chain
+from atom_async.cache.hashing import root_hash, split_chain
 from atom_async.cache.pool import BlockPool
 from atom_async.config import EngineConfig
 from atom_async.scheduler.admission import BYTES_PER_INT, BYTES_PER_SEQUENCE, Limits
@@ -34,15 +34,11 @@ from .client import (
     RequestRejected,
 )
 from .outputs import end_output, output_of
+from .prompt_hash import Offload, hashed
 from .streams import StreamTable
 from .workers import WorkerFailure, Workers
 
 log = logging.getLogger(__name__)
-
-LONG_PROMPT = 8192
-"""Tokens from which a prompt is hashed off the event loop (about 0.1 ms per 8,192 tokens)."""
-
-Offload = Callable[..., Awaitable[bytes]]
 
 
 class LocalEngine:
@@ -183,30 +179,23 @@ class LocalEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient.generate`."""
-        chain = request.block_hashes
-        if not chain and self._config.enable_prefix_caching:
-            chain = await self._hash(request)
+        if self._config.enable_prefix_caching:
+            request = await hashed(request, self._config.block_size, self._offload)
         self._check_acceptable(request)
         stream = self._streams.open(request.request_id)
-        self._add(request, chain)
+        self._add(request)
         try:
             async for output in stream:
                 yield output
         finally:
             await stream.aclose()
 
-    async def _hash(self, request: EngineRequest) -> bytes:
-        arguments = (request.prompt_token_ids, self._config.block_size, request.cache_salt)
-        if len(request.prompt_token_ids) > LONG_PROMPT * BYTES_PER_INT:
-            return await self._offload(hash_chain, *arguments)
-        return hash_chain(*arguments)
-
     def submit(self, request: EngineRequest) -> None:
         """Queues a request, already hashed, whose outputs go to `on_outputs`; raises as `generate` does."""
         self._check_acceptable(request)
-        self._add(request, request.block_hashes)
+        self._add(request)
 
-    def _add(self, asked: EngineRequest, chain: bytes) -> None:
+    def _add(self, asked: EngineRequest) -> None:
         tokens = unpack_ints(asked.prompt_token_ids)
         sampling = asked.sampling
         request = Request(
@@ -215,7 +204,7 @@ class LocalEngine:
             prompt_len=len(tokens),
             sampling=sampling,
             end_token_ids=frozenset(sampling.end_token_ids),
-            chain=split_chain(chain),
+            chain=split_chain(asked.block_hashes),
             root=root_hash(asked.cache_salt),
             max_total_len=min(len(tokens) + sampling.max_tokens, self.info.max_model_len),
             priority=asked.priority,

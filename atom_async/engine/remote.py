@@ -10,9 +10,6 @@ import sys
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-import msgspec
-
-from atom_async.cache.hashing import hash_chain
 from atom_async.config import EngineConfig
 from atom_async.wire.framing import AsyncChannel, FramingError, open_channel
 from atom_async.wire.messages import WorkerProgress
@@ -28,11 +25,10 @@ from .client import (
     EngineStats,
     RequestRejected,
 )
+from .prompt_hash import hashed
 from .streams import StreamTable
 from .workers import WorkerStartError
 
-LONG_PROMPT_BYTES = 8192 * 4
-"""Prompts from this size on are hashed in a thread (about 0.1 ms for 8,192 tokens)."""
 STOP_GRACE_S = 10.0
 
 
@@ -135,8 +131,8 @@ class RemoteEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient.generate`."""
-        if not request.block_hashes and self._config.enable_prefix_caching:
-            request = msgspec.structs.replace(request, block_hashes=await self._hash(request))
+        if self._config.enable_prefix_caching:
+            request = await hashed(request, self.info.block_size)
         if self._failure is not None:
             raise EngineDead(self._failure)
         if request.request_id in self._streams:
@@ -148,12 +144,6 @@ class RemoteEngine:
                 yield output
         finally:
             await stream.aclose()
-
-    async def _hash(self, request: EngineRequest) -> bytes:
-        arguments = (request.prompt_token_ids, self.info.block_size, request.cache_salt)
-        if len(request.prompt_token_ids) >= LONG_PROMPT_BYTES:
-            return await asyncio.to_thread(hash_chain, *arguments)
-        return hash_chain(*arguments)
 
     def _abandoned(self, request_id: str) -> None:
         self.abort(request_id, reason="the client left")

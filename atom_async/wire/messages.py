@@ -62,20 +62,20 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     step_id: int
-    finished: bytes
+    finished: bytes = b""
     """int32 slots whose sequence left (finished, aborted, preempted). Not in chunks or decodes."""
-    new: list[NewSequence]
-    grown_slots: bytes
+    new: list[NewSequence] = []
+    grown_slots: bytes = b""
     """int32; entry i appends block grown_blocks[i] to the table of slot grown_slots[i]."""
-    grown_blocks: bytes
-    decode_slots: bytes
+    grown_blocks: bytes = b""
+    decode_slots: bytes = b""
     """int32 slots that compute one token: the last sampled one, which the worker knows itself (it may
     have been sampled by the step still in flight when this plan was sent). Each samples one token."""
-    chunk_slots: bytes
+    chunk_slots: bytes = b""
     """int32; chunk i computes tokens [chunk_starts[i], + chunk_lengths[i]) of slot chunk_slots[i]."""
-    chunk_starts: bytes
-    chunk_lengths: bytes
-    chunk_tokens: bytes
+    chunk_starts: bytes = b""
+    chunk_lengths: bytes = b""
+    chunk_tokens: bytes = b""
     """int32 token ids of all chunks, concatenated."""
 
 

@@ -76,7 +76,6 @@ class Group:
             chunk = pack_ints(prompt)
         return StepPlan(
             step_id=self.step,
-            finished=b"",
             new=new,
             grown_slots=grown,
             grown_blocks=grown,

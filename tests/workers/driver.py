@@ -43,10 +43,7 @@ class Driver:
         starts = [s.position for s, _ in chunks]
         plan = StepPlan(
             step_id=1,
-            finished=b"",
             new=new,
-            grown_slots=b"",
-            grown_blocks=b"",
             decode_slots=pack_ints(s.slot for s in decodes),
             chunk_slots=pack_ints(s.slot for s, _ in chunks),
             chunk_starts=pack_ints(starts),

@@ -60,10 +60,7 @@ def step(
     ]
     return StepPlan(
         step_id=1,
-        finished=b"",
         new=entering,
-        grown_slots=b"",
-        grown_blocks=b"",
         decode_slots=pack_ints(decodes),
         chunk_slots=pack_ints(slot for slot, _, _ in chunks),
         chunk_starts=pack_ints(start for _, start, _ in chunks),
