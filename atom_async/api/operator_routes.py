@@ -40,8 +40,8 @@ async def _trouble(served: Served, step_timeout: float) -> str | None:
         return f"the engine has not answered for {ANSWER_TIMEOUT_S:g} s"
     except EngineError as error:
         return str(error)
-    if stats.steps_in_flight and stats.last_step_age_s > step_timeout:
-        return f"a step has been running for {stats.last_step_age_s:.1f} s"
+    if stats.step_age_s > step_timeout:
+        return f"a step has been running for {stats.step_age_s:.1f} s"
     return None
 
 

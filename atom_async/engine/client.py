@@ -110,7 +110,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     aborted: int = 0
     steps_in_flight: int = 0
-    last_step_age_s: float = 0.0
+    step_age_s: float = 0.0
+    """How long the oldest step in flight has been running: since it was submitted or the step before it
+    ended, whichever came later. 0 when nothing is in flight."""
     draining: bool = False
 
 

@@ -325,9 +325,15 @@ class LocalEngine:
             preemptions=counters.preemptions,
             aborted=counters.aborted_requests,
             steps_in_flight=len(scheduler.in_flight),
-            last_step_age_s=self._clock() - self._last_result_at,
+            step_age_s=self._step_age_s(),
             draining=self._draining,
         )
+
+    def _step_age_s(self) -> float:
+        in_flight = self._scheduler.in_flight
+        if not in_flight:
+            return 0.0
+        return self._clock() - max(in_flight[0].submitted_at, self._last_result_at)
 
     async def state(self) -> dict[str, Any]:
         """Queue, running requests and steps in flight, for people. Never prompt text or token ids."""

@@ -113,9 +113,9 @@ async def test_a_dead_engine_is_named(app: Starlette, engine: ScriptedEngine) ->
 
 
 async def test_a_step_that_takes_too_long_is_not_healthy(app: Starlette, engine: ScriptedEngine) -> None:
-    engine.current_stats = EngineStats(steps_in_flight=1, last_step_age_s=121)
+    engine.current_stats = EngineStats(steps_in_flight=1, step_age_s=121)
     assert (await call(app, "GET", "/health")).status == 503
-    engine.current_stats = EngineStats(steps_in_flight=0, last_step_age_s=10_000)
+    engine.current_stats = EngineStats(steps_in_flight=1, step_age_s=119)
     assert (await call(app, "GET", "/health")).status == 200
 
 

@@ -299,3 +299,18 @@ def test_a_grammar_on_the_simulated_device_is_refused_and_not_ignored() -> None:
         assert len(tokens_of(await free)) == 4
 
     run(scenario)
+
+
+def test_a_steps_age_counts_from_when_it_could_begin_and_not_from_before_an_idle_hour() -> None:
+    async def scenario(engine: LocalEngine, workers: SimulatedWorkers) -> None:
+        await collect(engine, request("first", [1, 2]))
+        assert (await engine.stats()).step_age_s == 0
+        await asyncio.sleep(3600)
+        task = asyncio.create_task(collect(engine, request("second", [1, 2], max_tokens=30)))
+        await asyncio.sleep(0.1)
+        stats = await engine.stats()
+        assert stats.steps_in_flight > 0
+        assert stats.step_age_s <= 0.02
+        await task
+
+    run(scenario)
