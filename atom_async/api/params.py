@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -13,6 +14,8 @@ from atom_async.wire.sampling import Grammar, SamplingParams
 
 SEED_MASK = 2**64 - 1
 MAX_STOPS = 64
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+"""As JSON writes a number: one spelling for each id, so that none is biased twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +111,9 @@ def _logit_bias(body: SharedFields, served: Served) -> tuple[tuple[int, float], 
     vocabulary = served.engine.info.vocab_size
     pairs = []
     for text, bias in (body.logit_bias or {}).items():
-        if not text.isascii() or not text.isdigit() or int(text) >= vocabulary:
-            raise bad_request(f"logit_bias: {text!r} is no token id; they go from 0 to {vocabulary - 1}", "logit_bias")
+        if not _TOKEN_ID.fullmatch(text) or int(text) >= vocabulary:
+            shown = text if len(text) <= 20 else text[:20] + "..."
+            raise bad_request(f"logit_bias: {shown!r} is no token id; they go from 0 to {vocabulary - 1}", "logit_bias")
         pairs.append((int(text), bias))
     return tuple(pairs)
 

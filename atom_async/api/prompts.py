@@ -16,6 +16,8 @@ from atom_async.text.chat_template import ChatTemplateError
 LONG_TEXT = 8192
 """Characters from which a text is tokenized in a thread: about 2 ms, which other streams would wait."""
 MAX_PROMPTS = 1024
+NOT_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
+"""What the template gets from elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,12 @@ async def chat_prompt(
         raise bad_request(
             "this model has no chat template: use /v1/completions, or start the server with --chat-template", "messages"
         )
+    fixed = next((name for name in template_kwargs or () if name in NOT_VARIABLES), None)
+    if fixed is not None:
+        raise bad_request(
+            f"chat_template_kwargs: {fixed} is not a variable to set; use the field of the request",
+            "chat_template_kwargs",
+        )
     try:
         text = template.render_chat(
             [msgspec.to_builtins(message) for message in messages],
@@ -95,8 +103,6 @@ async def chat_prompt(
         )
     except ChatTemplateError as error:
         raise bad_request(str(error), "messages") from error
-    except TypeError as error:  # a variable that is an argument of render_chat
-        raise bad_request(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
     ids = await encode(served.text, text, add_special_tokens=add_special_tokens)
     if not ids:
         raise bad_request("the chat template renders these messages as nothing", "messages")
