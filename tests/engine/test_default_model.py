@@ -21,7 +21,7 @@ from atom_async import AsyncEngine
 from atom_async.model.resolve import ResolvedModel
 from workers.loading.gguf import GgufReader
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]  # seconds here, minutes on a slow machine
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "gsm8k_sample.json").read_text())
 CHATS = [
