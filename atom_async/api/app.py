@@ -13,7 +13,7 @@ from atom_async.api import model_routes, openapi, operator_routes
 from atom_async.api.chat import chat_completions
 from atom_async.api.completions import completions
 from atom_async.api.errors import ApiError
-from atom_async.api.middleware import ApiKeys, RequestIds
+from atom_async.api.middleware import REQUEST_ID, ApiKeys, RequestIds
 from atom_async.api.replies import CLIENT_LEFT, error_reply
 from atom_async.api.state import ServerState
 
@@ -85,4 +85,6 @@ async def _client_left(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     """Starlette raises the error again after this answer, so that the server logs it."""
-    return error_reply(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
+    request_id = request.scope.get("state", {}).get(REQUEST_ID)
+    headers = {REQUEST_ID: request_id} if request_id is not None else None
+    return error_reply(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error", headers=headers))

@@ -160,7 +160,7 @@ class ChatShape:
             parsed = ParsedDelta(parsed.content + rest.content, parsed.tool_calls + rest.tool_calls)
         if self._body.parallel_tool_calls is False and any(call.index > 0 for call in parsed.tool_calls):
             message.cut = True
-            self._generation.served.engine.finish(sequence.request.request_id)
+            sequence.cut(self._generation.served.engine)
             parsed = ParsedDelta(parsed.content, [call for call in parsed.tool_calls if call.index == 0])
         return parsed
 

@@ -59,6 +59,8 @@ class RequestIds:
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if _SANE_ID.fullmatch(given) else secrets.token_hex(16)
 
+        scope.setdefault("state", {})[REQUEST_ID] = request_id  # for the answer of last resort, made outside of this
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ())]}

@@ -15,7 +15,7 @@ from atom_async.text.chat_template import ChatTemplateError
 
 LONG_TEXT = 8192
 """Characters from which a text is tokenized in a thread: about 2 ms, which other streams would wait."""
-MAX_PROMPTS = 1024
+MAX_SEQUENCES = 1024
 NOT_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 """What the template gets from elsewhere."""
 
@@ -37,8 +37,13 @@ async def encode(side: TextSide, text: str, *, add_special_tokens: bool) -> list
 async def completion_prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
     """Raises ApiError."""
     add_special = body.add_special_tokens is not False
+    items, n = _items(body.prompt), body.n or 1
+    if len(items) * n > MAX_SEQUENCES:
+        raise bad_request(
+            f"{len(items)} prompts with {n} choices each; at most {MAX_SEQUENCES} are taken in one request", "prompt"
+        )
     prompts = []
-    for index, item in enumerate(_items(body.prompt)):
+    for index, item in enumerate(items):
         if isinstance(item, str):
             ids = await encode(served.text, item, add_special_tokens=add_special)
             prompts.append(Prompt(ids, item))
@@ -59,8 +64,6 @@ def _items(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
         raise bad_request(
             "prompt must be a text, texts, token ids, or lists of token ids, not a mix or nothing", "prompt"
         )
-    if len(prompt) > MAX_PROMPTS:
-        raise bad_request(f"{len(prompt)} prompts; at most {MAX_PROMPTS} are taken in one request", "prompt")
     return prompt  # type: ignore[return-value]
 
 

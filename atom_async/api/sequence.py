@@ -77,6 +77,7 @@ class Sequence:
         self.completion_tokens = 0
         """Produced up to the stop, the token that stops included."""
         self.cached_tokens = 0
+        self._cut = False
         self._assembler = assembler
         self._meter = meter
         self._eos_ids = eos_ids
@@ -85,7 +86,7 @@ class Sequence:
         """Raises ApiError when the output ends the request without a result."""
         self._meter.output(output)
         self.cached_tokens = output.cached_tokens
-        stopped = self._assembler.stopped_by is not None
+        stopped = self._cut or self._assembler.stopped_by is not None
         if not stopped and (error := ended_badly(output)) is not None:
             raise error
         piece = Piece(prompt_logprobs=output.prompt_logprobs)
@@ -96,6 +97,11 @@ class Sequence:
         if output.finish_reason is not None:
             self._finish(piece, output)
         return piece
+
+    def cut(self, engine: EngineClient) -> None:
+        """The client gets no more of it: what still comes was in flight, and is neither shown nor counted."""
+        self._cut = True
+        engine.finish(self.request.request_id)
 
     def stream_failed(self) -> None:
         self._meter.failed()

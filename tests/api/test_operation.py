@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from asgi import call, post
+from asgi import begin, call, post
 from prometheus_client.parser import text_string_to_metric_families
 from scripted import ScriptedEngine
 from starlette.applications import Starlette
@@ -18,7 +18,7 @@ from atom_async.api.app import create_app
 from atom_async.api.openapi import OPERATIONS
 from atom_async.api.state import ServerState
 from atom_async.config import EngineConfig, ServeConfig
-from atom_async.engine.client import EngineDead, EngineStats
+from atom_async.engine.client import EngineDead, EngineOutput, EngineRequest, EngineStats
 from atom_async.telemetry.metrics import Metrics
 from atom_async.text.tokenizer import Tokenizer
 
@@ -71,6 +71,18 @@ async def test_request_ids(app: Starlette) -> None:
     assert len(odd.headers["x-request-id"]) == 32
     streamed = await post(app, "/v1/completions", PROMPT | {"stream": True}, {"x-request-id": "s"})
     assert streamed.headers["x-request-id"] == "s"
+
+
+async def test_a_fault_of_ours_has_the_requests_id(app: Starlette, engine: ScriptedEngine) -> None:
+    def broken(request: EngineRequest) -> list[EngineOutput | Exception]:
+        raise LookupError("a fault")
+
+    engine.script = broken
+    exchange, task = begin(app, "POST", "/v1/completions", PROMPT, {"x-request-id": "mine"})
+    with pytest.raises(LookupError):  # again, for the server's log
+        await task
+    assert (exchange.status, exchange.error["code"]) == (500, "internal_error")
+    assert exchange.headers["x-request-id"] == "mine"
 
 
 async def test_health_while_all_is_well(app: Starlette) -> None:

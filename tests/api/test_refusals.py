@@ -65,6 +65,7 @@ ONLY_COMPLETIONS = [
     ({"prompt": [49152]}, "prompt", "49151"),
     ({"prompt": [-1]}, "prompt[0]", ">= 0"),
     ({"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
+    ({"prompt": ["a"] * 9, "n": 128}, "prompt", "9 prompts with 128 choices each"),
     ({"prompt": list(range(256))}, "prompt", "maximum context length is 256"),
     ({"best_of": 2}, "best_of", "the value of n, 1"),
     ({"logprobs": 21}, "logprobs", "at most 20"),

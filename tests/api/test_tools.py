@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from asgi import post
 from llguidance import LLMatcher, LLTokenizer
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, outputs_for
 from starlette.applications import Starlette
 from test_shapes import assembled, produce
 
@@ -106,6 +106,24 @@ async def test_one_call_at_most(app: Starlette, engine: ScriptedEngine, tokenize
         names, reason = [call["function"]["name"] for call in choice["message"]["tool_calls"]], choice["finish_reason"]
     assert (names, reason) == (["get_weather"], "tool_calls")
     assert engine.finished == [engine.requests[-1].request_id]
+
+
+async def test_tokens_in_flight_at_the_cut_are_not_counted(
+    app: Starlette, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    """The engine's last output comes after the second call has begun."""
+    head = tokenizer.encode(TWO, add_special_tokens=False)
+    body = BASE | {"parallel_tool_calls": False, "logprobs": True, "return_token_ids": True}
+    answers = []
+    for in_flight in ([], [28, 28, 28]):
+        ids = head + in_flight
+        engine.script = lambda request, ids=ids: outputs_for(request, ids, sizes=[1] * len(head) + [99], end=2)
+        answers.append((await post(app, CHAT, body)).json)
+    short, long = answers
+    assert long["usage"] == short["usage"]
+    assert long["choices"][0]["token_ids"] == short["choices"][0]["token_ids"]
+    assert 0 < short["usage"]["completion_tokens"] < len(head)
+    assert head[: short["usage"]["completion_tokens"]] == short["choices"][0]["token_ids"]
 
 
 async def test_none_shows_no_tools_and_reads_no_calls(
