@@ -30,10 +30,10 @@ ALIASES = {
 """Further spellings of a flag, as users of other servers type them."""
 
 TICK_COUNTED = {
-    "ATOM_PREFILL_DELAYER_TTFT_MAX_TICKS": "max_hold_ms",
+    "ATOM_PREFILL_DELAYER_TTFT_MAX_TICKS": "coalesce_max_hold_ms",
     "ATOM_PREFILL_DELAYER_PARTIAL_MAX_TICKS": "partial_max_hold_ms",
-    "ATOM_PREFILL_DELAYER_STALL_TICKS": "quiet_ms",
-    "ATOM_PREFILL_DELAYER_MAX_DELAY_PASSES": "max_hold_ms",
+    "ATOM_PREFILL_DELAYER_STALL_TICKS": "coalesce_quiet_ms",
+    "ATOM_PREFILL_DELAYER_MAX_DELAY_PASSES": "coalesce_max_hold_ms",
 }
 """ATOM's variables that count scheduler passes, and the coalescer's setting in milliseconds for the same bound."""
 
