@@ -23,6 +23,7 @@ from atom_async.scheduler.core import Scheduler
 from atom_async.scheduler.invariants import check, check_realised
 from atom_async.scheduler.request import Request
 from atom_async.wire.messages import StepResult, WorkerProgress, unpack_ints
+from atom_async.wire.sampling import SamplingParams
 
 from .client import (
     EngineDead,
@@ -85,6 +86,8 @@ class LocalEngine:
         self._empty.set()
         self._last_result_at = clock()
         self._scheduler: Scheduler
+        self._sampling_room = 0
+        """Bytes that one request's sampling parameters may take beyond the usual."""
 
     # Life ----------------------------------------------------------------------------------------
 
@@ -142,6 +145,7 @@ class LocalEngine:
                 f"{config.max_num_batched_tokens} may need {largest} bytes; "
                 f"the ring to the workers takes {max_plan_bytes}"
             )
+        self._sampling_room = max_plan_bytes - largest
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -210,6 +214,7 @@ class LocalEngine:
             priority=asked.priority,
             arrival_rank=self._scheduler.next_rank(),
             arrived_at=self._clock(),
+            sampling_bytes=sampling_bytes(sampling),
         )
         self._scheduler.add(request)
         self._empty.clear()
@@ -225,6 +230,8 @@ class LocalEngine:
             raise RequestRejected(f"a request with id {asked.request_id} is running already")
         if max(asked.sampling.logprobs, asked.sampling.prompt_logprobs) > self._config.max_logprobs:
             raise RequestRejected(f"at most {self._config.max_logprobs} logprobs per token are given (--max-logprobs)")
+        if sampling_bytes(asked.sampling) > self._sampling_room:
+            raise RequestRejected(f"grammar and logit_bias together may take {self._sampling_room} bytes of a message")
         if prompt_len == 0:
             raise RequestRejected("the prompt is empty; it needs at least one token")
         if prompt_len >= self.info.max_model_len + (asked.sampling.max_tokens == 0):
@@ -349,6 +356,12 @@ class LocalEngine:
                 for s in scheduler.in_flight
             ],
         }
+
+
+def sampling_bytes(sampling: SamplingParams) -> int:
+    """Upper bound of what grammar, logit_bias and end tokens take in a message."""
+    grammar = 0 if sampling.grammar is None else len(sampling.grammar.source.encode())
+    return grammar + 16 * len(sampling.logit_bias) + 8 * len(sampling.end_token_ids)
 
 
 def _describe(request: Request, now: float) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from .workers import WorkerFailure, WorkersInfo, WorkerStartError
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
+LARGEST_GRAMMAR = 2 << 20
+"""Bytes for one request's grammar beside everything else in a plan."""
 LOGPROB_BYTES = 20
 """Encoded size of one token id with its log-probability, and some more."""
 
@@ -157,9 +159,12 @@ class ProcessWorkers:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _plan_ring_bytes(self) -> int:
-        """Room for four of the largest plans, so that two in flight always fit."""
+        """Room for four of the largest plans, so that two in flight always fit, each with a grammar of some size."""
         config = self._config
-        largest = 4096 + 4 * (2 * self._init.max_model_len + 3 * (config.max_num_batched_tokens + config.max_num_seqs))
+        ints = 2 * self._init.max_model_len + 3 * (config.max_num_batched_tokens + config.max_num_seqs)
+        largest = LARGEST_GRAMMAR + 4 * ints
+            2 * self._init.max_model_len + 3 * (config.max_num_batched_tokens + config.max_num_seqs)
+        )
         return max(1 << 20, 4 * largest)
 
     def _result_ring_bytes(self) -> int:

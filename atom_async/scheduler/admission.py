@@ -19,8 +19,8 @@ from atom_async.cache.pool import BlockPool
 from .plan import Chunk, Plan, Reuse
 from .request import Request
 
-BYTES_PER_SEQUENCE = 256
-"""Room for one NewSequence without its int lists."""
+BYTES_PER_SEQUENCE = 512
+"""Room for one NewSequence without its int lists and what `Request.sampling_bytes` counts."""
 BYTES_PER_INT = 4
 
 
@@ -116,16 +116,17 @@ class Walk:
         blocks = _ceil_div(start + length, self.limits.block_size) - covered
         rest = _ceil_div(request.total, self.limits.block_size) - covered - blocks
         taken = [b for b in reuse.blocks if self.pool.references[b] == 0 and b not in self._taken]
-        size = BYTES_PER_SEQUENCE + BYTES_PER_INT * (length + covered + 2 * blocks)
+        entry = BYTES_PER_SEQUENCE + request.sampling_bytes + BYTES_PER_INT * covered
         if request.sampling.needs_history:
-            size += BYTES_PER_INT * start
+            entry += BYTES_PER_INT * start
+        size = entry + BYTES_PER_INT * (length + 2 * blocks)
         if blocks + rest + len(taken) + self.blocks_promised + spare > self.blocks_left or size > self.bytes_left:
             return False
         self._taken.update(taken)
         self.blocks_left -= len(taken)
         self.blocks_promised += rest
         self.slots_left -= 1
-        self.bytes_left -= BYTES_PER_SEQUENCE + BYTES_PER_INT * covered
+        self.bytes_left -= entry
         self._add_chunk(request, start, length, blocks, reuse)
         return True
 

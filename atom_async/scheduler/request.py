@@ -56,6 +56,8 @@ class Request:
     priority: int
     arrival_rank: int
     arrived_at: float
+    sampling_bytes: int = 0
+    """Size of `sampling` in a message, as far as it may be large (grammar, logit_bias)."""
     state: State = State.WAITING
     slot: int = -1
     blocks: list[int] = field(default_factory=list)

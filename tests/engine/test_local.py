@@ -314,3 +314,14 @@ def test_a_steps_age_counts_from_when_it_could_begin_and_not_from_before_an_idle
         await task
 
     run(scenario)
+
+
+def test_a_grammar_too_large_for_any_message_is_refused() -> None:
+    """Or one request could end the engine."""
+
+    async def scenario(engine: LocalEngine, workers: SimulatedWorkers) -> None:
+        with pytest.raises(RequestRejected, match="grammar and logit_bias"):
+            await collect(engine, request("a", [1], grammar=Grammar("regex", "a" * (9 << 20))))
+        assert len(tokens_of(await collect(engine, request("b", [1])))) == 4
+
+    run(scenario)

@@ -17,7 +17,7 @@ from atom_async.engine.remote import RemoteEngine
 from atom_async.engine.workers import WorkerStartError
 from atom_async.wire.messages import pack_ints
 from atom_async.wire.model import ModelSpec, WeightSource
-from atom_async.wire.sampling import SamplingParams
+from atom_async.wire.sampling import Grammar, SamplingParams
 from atom_async.wire.simulation import SimulationOptions, expected_tokens
 
 pytestmark = pytest.mark.process
@@ -181,3 +181,14 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert not psutil.Process().children(recursive=True)
+
+
+async def test_many_large_grammars_at_once_are_answered_and_the_engine_lives() -> None:
+    """The simulated device refuses them, each for itself; the plans that carry them must fit the ring."""
+    grammar = Grammar("regex", "a" * (1 << 20))
+    async with Started(max_num_seqs=16) as engine:
+        params = SamplingParams(max_tokens=4, temperature=0.0, grammar=grammar)
+        asked = [EngineRequest(request_id=f"g{n}", prompt_token_ids=pack_ints([n]), sampling=params) for n in range(12)]
+        answers = await asyncio.gather(*(collect(engine, one) for one in asked))
+        assert all("cannot follow a grammar" in outputs[-1].error for outputs in answers)
+        assert len(tokens_of(await collect(engine, request("after", [1, 2])))) == 4

@@ -269,12 +269,24 @@ def test_a_failed_row_ends_its_request_alone() -> None:
 
 
 def test_a_plan_stays_below_the_message_limit() -> None:
-    world = World(blocks=512, budget=512, max_plan_bytes=1800)
+    world = World(blocks=512, budget=512, max_plan_bytes=2400)
     for number in range(6):
         world.add(f"r{number}", [number] * 100)
     world.submit()
     assert len(world.plans[0].new) == 2
     world.run()
+
+
+def test_large_sampling_parameters_are_spread_over_steps() -> None:
+    """Ten requests, each with logit_bias and history of some kilobytes, in messages of ten."""
+    world = World(blocks=512, budget=64, max_plan_bytes=10_000, max_num_seqs=16)
+    bias = tuple((token, 1.0) for token in range(150))
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, logit_bias=bias, repetition_penalty=1.1)
+    for number in range(10):
+        world.add(f"r{number}", [*list(range(200)), 500 + number], sampling=sampling)
+    world.run()
+    assert max(len(plan.new) for plan in world.plans) <= 3
+    assert all(len(world.output(f"r{number}")) == 3 for number in range(10))
 
 
 def test_a_budget_below_the_sequences_is_refused() -> None:

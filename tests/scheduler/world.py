@@ -5,8 +5,11 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
+import msgspec
+
 from atom_async.cache.hashing import hash_chain, root_hash, split_chain
 from atom_async.cache.pool import BlockPool
+from atom_async.engine.local import sampling_bytes
 from atom_async.scheduler.admission import Limits
 from atom_async.scheduler.core import Scheduler
 from atom_async.scheduler.invariants import check, check_realised
@@ -74,6 +77,7 @@ class World:
             priority=priority,
             arrival_rank=self.scheduler.next_rank(),
             arrived_at=self.now,
+            sampling_bytes=sampling_bytes(sampling),
         )
         self.prompts[request_id] = prompt
         self.outcomes[request_id] = []
@@ -90,6 +94,7 @@ class World:
         message = self.scheduler.commit(plan, self.now)
         check_realised(plan, self.scheduler, tokens, running)
         check(self.scheduler)
+        assert len(msgspec.msgpack.encode(message)) <= self.limits.max_plan_bytes, "a plan outgrew its message"
         self.plans.append(message)
         self.results.append(self.model.apply(message))
         return message
