@@ -163,8 +163,6 @@ class ProcessWorkers:
         config = self._config
         ints = 2 * self._init.max_model_len + 3 * (config.max_num_batched_tokens + config.max_num_seqs)
         largest = LARGEST_GRAMMAR + 4 * ints
-            2 * self._init.max_model_len + 3 * (config.max_num_batched_tokens + config.max_num_seqs)
-        )
         return max(1 << 20, 4 * largest)
 
     def _result_ring_bytes(self) -> int:
