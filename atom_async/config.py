@@ -60,6 +60,85 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0.9
     max_logprobs: Annotated[int, Meta(ge=0, description="most log-probabilities per token a request may ask for")] = 20
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of equal prompt prefixes")] = True
+    enable_chunked_prefill: Annotated[
+        bool, Meta(description="compute a prompt in several steps; off needs a token budget of --max-model-len")
+    ] = True
+    max_chunk_tokens: Annotated[
+        int, Meta(ge=0, description="most tokens of one prompt in a step; 0: as the budget and --itl-target-ms allow")
+    ] = 0
+    step_policy: Annotated[
+        Literal["mixed", "separate"],
+        Meta(description="`mixed`: decodes and prefill share steps; `separate`: a step is one or the other"),
+    ] = "mixed"
+    itl_target_ms: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|off|\d+(\.\d+)?)$",
+            description="predicted time that a step with decodes and prefill may take: milliseconds, `auto` (from the "
+            "costs measured) or `off`",
+        ),
+    ] = "auto"
+    queue_policy: Annotated[
+        Literal["least-work", "fcfs"],
+        Meta(
+            description="order of ready prefills within a priority: fewest uncached tokens first with aging, or arrival"
+        ),
+    ] = "least-work"
+    overtake_factor: Annotated[
+        float,
+        Meta(ge=0, description="a prefill may be overtaken by smaller ones for this many times its own predicted time"),
+    ] = 4.0
+    max_bypass_ms: Annotated[
+        float,
+        Meta(
+            ge=0, description="how long others may pass a request that does not fit into memory, before it is kept free"
+        ),
+    ] = 1000.0
+    prefix_wait_ms: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="longest wait for a prefix that another request computes; default: 8 times what is predicted"),
+    ] = None
+    coalesce_target_fill: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="while anything decodes, hold prefill until it fills this share of the budget; 0: never hold",
+        ),
+    ] = 0.0
+    coalesce_quiet_ms: Annotated[
+        float, Meta(ge=0, description="held prefill starts when it has not grown for so long")
+    ] = 20.0
+    coalesce_max_hold_ms: Annotated[float, Meta(ge=0, description="longest hold")] = 200.0
+    prefill_max_queue_ms: Annotated[
+        float, Meta(ge=0, description="a request that arrived so long ago ends every hold")
+    ] = 1000.0
+    partial_max_hold_ms: Annotated[
+        float, Meta(ge=0, description="longest hold of a half-done prefill, all its holds together")
+    ] = 100.0
+    kv_high_watermark: Annotated[
+        float, Meta(ge=0, le=1, description="share of KV in use from which nothing is held: running requests must end")
+    ] = 0.95
+    kv_low_watermark: Annotated[
+        float, Meta(ge=0, le=1, description="share of KV in use below which nothing is held")
+    ] = 0.0
+    prefill_decode_interval: Annotated[
+        int, Meta(ge=0, description="decode-only steps that follow a step with prefill, unless a bound is reached")
+    ] = 0
+    max_decode_gap_ms: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="longest predicted time between two steps of a decoding request that prefill may cause"),
+    ] = None
+    policy: Annotated[
+        str, Meta(description="`default`, or package.module:Class of your own order, holds and step bounds")
+    ] = "default"
+    max_queued_requests: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="requests that may wait; more get 429; default: no limit")
+    ] = None
+    max_queued_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="uncached prompt tokens that may wait; more get 429; default: no limit"),
+    ] = None
     max_steps_in_flight: Annotated[
         int,
         Meta(ge=1, le=2, description="steps queued on the workers: 2 plans the next step while one computes"),

@@ -15,11 +15,14 @@ MOST_FUNCTION_LINES = 70
 MAY_IMPORT = {
     "atom_async.wire": set(),
     "atom_async.cache": set(),
-    "atom_async.scheduler": {"atom_async.cache", "atom_async.wire"},
+    "atom_async.events": set(),
+    "atom_async.config": set(),
+    "atom_async.scheduler": {"atom_async.cache", "atom_async.config", "atom_async.events", "atom_async.wire"},
     "atom_async.model": {"atom_async.wire", "atom_async.config", "atom_async.text"},
     "atom_async.text": {"atom_async.wire"},
     "atom_async.engine": {
         "atom_async.scheduler",
+        "atom_async.events",
         "atom_async.cache",
         "atom_async.wire",
         "atom_async.config",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
 
-from atom_async.engine.client import EngineDead, EngineDraining, EngineError, EngineOutput, RequestRejected
+from atom_async.engine.client import EngineDead, EngineDraining, EngineError, EngineOutput, QueueFull, RequestRejected
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -63,6 +64,9 @@ def from_engine(error: EngineError) -> ApiError:
         case RequestRejected():
             too_long = "maximum context length" in str(error)
             return bad_request(str(error), "prompt", "context_length_exceeded" if too_long else None)
+        case QueueFull():
+            wait = str(math.ceil(error.retry_after_s))
+            return ApiError(429, str(error), code="queue_full", headers={"retry-after": wait})
         case EngineDraining():
             return ApiError(503, str(error), code="draining", headers={"retry-after": "5"})
         case EngineDead():
@@ -73,6 +77,8 @@ def from_engine(error: EngineError) -> ApiError:
 
 def ended_badly(output: EngineOutput) -> ApiError | None:
     """The error in an output that ends its request without a result, if it does."""
+    if output.finish_reason == "error" and output.error_kind == "deadline":
+        return ApiError(504, output.error, code="deadline_exceeded")
     if output.finish_reason == "error":
         return ApiError(500, output.error or "the engine ended the request with an error", code="engine_error")
     if output.finish_reason == "abort":

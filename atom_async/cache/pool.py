@@ -35,6 +35,8 @@ class BlockPool:
         self.writer: list[int] = [COMMITTED] * num_blocks
         """Id of the step that will write the block, while it is pending."""
         self.evicted_blocks = 0
+        self.forgotten = 0
+        """Grows when a block leaves the index: while it stands still, what was found is still there."""
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._cached: dict[int, None] = {}
         """Insertion order is eviction order."""
@@ -57,16 +59,21 @@ class BlockPool:
     def owned(self) -> int:
         return self.num_blocks - self.available
 
+    @property
+    def pending_steps(self) -> set[int]:
+        """Steps that will write blocks which can be found already."""
+        return set(self._pending)
+
     def find(self, block_hash: bytes) -> int | None:
         """A pending or committed block with this hash."""
         return self._index.get(block_hash)
 
-    def match(self, chain: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest prefix of `chain` that is in the index."""
+    def match(self, chain: Sequence[bytes], *, start: int = 0) -> list[int]:
+        """Blocks of the longest run of `chain[start:]` that is in the index."""
         blocks: list[int] = []
         index = self._index
-        for block_hash in chain:
-            block = index.get(block_hash)
+        for position in range(start, len(chain)):
+            block = index.get(chain[position])
             if block is None:
                 break
             blocks.append(block)
@@ -161,6 +168,7 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         block_hash = self.hashes[block]
         assert block_hash is not None
+        self.forgotten += 1
         self.hashes[block] = None
         self.writer[block] = COMMITTED
         copies = self._copies.get(block_hash)

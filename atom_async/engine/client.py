@@ -29,6 +29,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     priority: int = 0
     """Lower runs first, as in vLLM."""
+    deadline_ms: float | None = None
+    """From submission: a request that has not been started by then fails with error_kind `deadline`."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -66,6 +68,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The id that ended the output when finish_reason is `stop` (it is the last of token_ids)."""
     error: str = ""
     """Why, when finish_reason is `error` or `abort`."""
+    error_kind: Literal["", "worker", "deadline"] = ""
+    """With finish_reason `error`: the workers could not go on with it, or its deadline passed in the queue."""
     timings: RequestTimings | None = None
     """With the last output."""
 
@@ -92,6 +96,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and running totals at one moment."""
 
     waiting: int = 0
+    """Queued: ready, parked or blocked."""
+    parked: int = 0
+    """Waiting for a prefix that another request computes."""
+    blocked: int = 0
+    """Waiting for memory."""
+    queued_tokens: int = 0
+    """Prompt tokens to compute, of all that wait."""
     running: int = 0
     kv_blocks_used: int = 0
     """Held by live requests."""
@@ -109,6 +120,19 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens found."""
     preemptions: int = 0
     aborted: int = 0
+    expired: int = 0
+    """Failed because their deadline passed in the queue."""
+    prefix_waits: int = 0
+    """Times that a request was parked behind another's prefix."""
+    prefix_wait_outcomes: dict[str, int] = {}
+    """How they ended: see the outcomes of `request.released`."""
+    prefix_waits_declined: dict[str, int] = {}
+    """Times that a request computed what another one was computing already, by reason."""
+    prefill_holds: int = 0
+    prefill_fires: dict[str, int] = {}
+    """Prefill-carrying steps by what let them go."""
+    prediction_error: float = 0.0
+    """Running mean of |predicted - measured| / measured step time."""
     steps_in_flight: int = 0
     step_age_s: float = 0.0
     """How long the oldest step in flight has been running: since it was submitted or the step before it
@@ -128,6 +152,14 @@ class EngineDraining(EngineError):
     """The engine takes no new requests."""
 
 
+class QueueFull(EngineError):
+    """Too much waits already. `retry_after_s`: when what waits now is predicted to have been computed."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class RequestRejected(EngineError):
     """The request can never run (too long for the model or for all of KV), or its id is in use."""
 
@@ -141,7 +173,7 @@ class EngineClient(Protocol):
         """Submits at the first `anext`. Ends after the output with a finish_reason; closing the generator
         early (`contextlib.aclosing`) aborts the request.
 
-        Raises RequestRejected, EngineDraining, or EngineDead (also in mid-stream).
+        Raises RequestRejected, QueueFull, EngineDraining, or EngineDead (also in mid-stream).
         """
         ...
 

@@ -97,8 +97,9 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
 
     request_id: str
     kind: str
-    """`rejected` or `draining`."""
+    """`rejected`, `full` or `draining`."""
     message: str
+    retry_after_s: float = 0.0
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):

@@ -16,13 +16,14 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from atom_async.cache.hashing import root_hash, split_chain
-from atom_async.cache.pool import BlockPool
 from atom_async.config import EngineConfig
-from atom_async.scheduler.admission import BYTES_PER_INT, BYTES_PER_SEQUENCE, Limits
+from atom_async.events.schema import Event
 from atom_async.scheduler.core import Scheduler
-from atom_async.scheduler.invariants import check, check_realised
+from atom_async.scheduler.invariants import check, checked_step
+from atom_async.scheduler.limits import BYTES_PER_INT, BYTES_PER_SEQUENCE
 from atom_async.scheduler.request import Request
-from atom_async.wire.messages import StepResult, WorkerProgress, unpack_ints
+from atom_async.scheduler.setup import check_settings, make_scheduler
+from atom_async.wire.messages import StepPlan, StepResult, WorkerProgress, unpack_ints
 from atom_async.wire.sampling import SamplingParams
 
 from .client import (
@@ -32,6 +33,7 @@ from .client import (
     EngineOutput,
     EngineRequest,
     EngineStats,
+    QueueFull,
     RequestRejected,
 )
 from .outputs import end_output, output_of
@@ -50,6 +52,7 @@ class LocalEngine:
         clock: seconds, monotonic; the loop's own time under simulation.
         offload: runs a function off the event loop (`asyncio.to_thread`'s shape).
         checked: asserts every invariant after every change. For tests; costs O(blocks) each time.
+        emit: takes every event of the scheduler when it happens; must not call back.
     """
 
     info: EngineInfo
@@ -65,6 +68,7 @@ class LocalEngine:
         clock: Callable[[], float] = time.monotonic,
         offload: Offload = asyncio.to_thread,
         checked: bool = False,
+        emit: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._config = config
         self._workers = workers
@@ -74,6 +78,7 @@ class LocalEngine:
         self._clock = clock
         self._offload = offload
         self._checked = checked
+        self._emit = emit
         self._streams = StreamTable(on_abandoned=self.abort)
         self.on_outputs: Callable[[list[EngineOutput]], None] = self._streams.deliver_all
         """Where the outputs of a turn go: to the streams of `generate`, unless somebody else takes them and
@@ -86,6 +91,10 @@ class LocalEngine:
         self._empty.set()
         self._last_result_at = clock()
         self._scheduler: Scheduler
+        self._started = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at: float | None = None
+        self._latest = float("-inf")
         self._sampling_room = 0
         """Bytes that one request's sampling parameters may take beyond the usual."""
 
@@ -95,6 +104,7 @@ class LocalEngine:
         """Starts the workers. Raises WorkerStartError, or ValueError for settings that cannot work."""
         self._workers.on_result = self._on_result
         self._workers.on_failure = self._on_worker_failure
+        check_settings(self._config)
         facts = await self._workers.start(on_progress)
         try:
             max_model_len = self._resolve_length(facts.num_kv_blocks)
@@ -102,6 +112,7 @@ class LocalEngine:
         except ValueError:
             await self._workers.stop()
             raise
+        self._started = True
         config = self._config
         self.info = EngineInfo(
             boot_id=uuid.uuid4().hex,
@@ -146,18 +157,20 @@ class LocalEngine:
                 f"the ring to the workers takes {max_plan_bytes}"
             )
         self._sampling_room = max_plan_bytes - largest
-        limits = Limits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+        return make_scheduler(
+            config,
+            num_blocks=num_blocks,
             max_plan_bytes=max_plan_bytes,
-            block_size=config.block_size,
-            prefix_caching=config.enable_prefix_caching,
+            max_model_len=max_model_len,
+            emit=self._emit,
         )
-        return Scheduler(pool=BlockPool(num_blocks), limits=limits)
 
     def close_intake(self) -> None:
-        """From now on new requests are refused."""
+        """From now on new requests are refused, and no prefill is held back."""
         self._draining = True
+        if self._started:
+            self._scheduler.draining = True
+            self._changed()
 
     async def drain(self) -> None:
         """Refuses new requests and returns when the running ones have ended."""
@@ -167,6 +180,7 @@ class LocalEngine:
     async def stop(self) -> None:
         """Ends what still runs with an error, then the workers. Idempotent."""
         self.close_intake()
+        self._set_alarm(None)
         self._streams.fail_all(EngineDead("the engine was stopped"))
         await self._workers.stop()
 
@@ -202,6 +216,7 @@ class LocalEngine:
     def _add(self, asked: EngineRequest) -> None:
         tokens = unpack_ints(asked.prompt_token_ids)
         sampling = asked.sampling
+        now = self._now()
         request = Request(
             request_id=asked.request_id,
             tokens=tokens,
@@ -213,10 +228,11 @@ class LocalEngine:
             max_total_len=min(len(tokens) + sampling.max_tokens, self.info.max_model_len),
             priority=asked.priority,
             arrival_rank=self._scheduler.next_rank(),
-            arrived_at=self._clock(),
+            arrived_at=now,
+            deadline=None if asked.deadline_ms is None else now + asked.deadline_ms / 1e3,
             sampling_bytes=sampling_bytes(sampling),
         )
-        self._scheduler.add(request)
+        self._scheduler.add(request, now)
         self._empty.clear()
         self._changed()
 
@@ -239,15 +255,28 @@ class LocalEngine:
                 f"the prompt has {prompt_len} tokens; the maximum context length is "
                 f"{self.info.max_model_len} tokens, prompt and output together"
             )
+        self._check_room(asked.request_id, prompt_len)
+
+    def _check_room(self, request_id: str, prompt_len: int) -> None:
+        config, scheduler = self._config, self._scheduler
+        queued, tokens = scheduler.num_queued, scheduler.intake.queued_tokens
+        full = ""
+        if config.max_queued_requests is not None and queued >= config.max_queued_requests:
+            full = f"{queued} requests wait already (--max-queued-requests)"
+        elif config.max_queued_tokens is not None and queued and tokens + prompt_len > config.max_queued_tokens:
+            full = f"{tokens} prompt tokens wait already (--max-queued-tokens {config.max_queued_tokens})"
+        if full:
+            scheduler.reject("queue_full", full, request_id)
+            raise QueueFull(f"the queue is full: {full}", retry_after_s=scheduler.backlog_s())
 
     def abort(self, request_id: str, *, reason: str = "aborted by the client") -> None:
         """See `EngineClient.abort`."""
-        if self._failure is None and (request := self._scheduler.abort(request_id)) is not None:
+        if self._failure is None and (request := self._scheduler.abort(request_id, self._now(), reason)) is not None:
             self._deliver_end(request, "abort", reason)
 
     def finish(self, request_id: str) -> None:
         """See `EngineClient.finish`."""
-        if self._failure is None and (request := self._scheduler.finish(request_id)) is not None:
+        if self._failure is None and (request := self._scheduler.finish(request_id, self._now())) is not None:
             self._deliver_end(request, "stop", "")
 
     def _deliver_end(self, request: Request, reason: Any, error: str) -> None:
@@ -275,24 +304,51 @@ class LocalEngine:
             self._fail(f"the scheduler failed: {error!r}")
 
     def _submit_steps(self) -> None:
-        scheduler = self._scheduler
+        """Whatever brought it about, a turn does what time demands first, then fills the pipeline."""
+        scheduler, now = self._scheduler, self._now()
         if self._checked:
             check(scheduler)
+        if ended := scheduler.expire(now):
+            self.on_outputs([output_of(outcome) for outcome in ended])
         while len(scheduler.in_flight) < self._config.max_steps_in_flight:
-            plan = scheduler.plan()
-            if not plan:
-                return
-            tokens, running = scheduler.counters.prompt_tokens_computed, len(scheduler.running)
-            message = scheduler.commit(plan, self._clock())
-            if self._checked:
-                check_realised(plan, scheduler, tokens, running)
-                check(scheduler)
+            message = self._next_step(now)
+            if message is None:
+                break
             self._workers.submit(message, deadline_s=self._config.step_timeout)
+        self._set_alarm(scheduler.next_alarm())
+        if not scheduler.requests:
+            self._empty.set()
+
+    def _next_step(self, now: float) -> StepPlan | None:
+        if not self._checked:
+            return self._scheduler.next_step(now)
+        return checked_step(self._scheduler, now)
+
+    def _set_alarm(self, when: float | None) -> None:
+        """One timer, for the earliest deadline there is."""
+        if when == self._alarm_at:
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at = when
+        loop = asyncio.get_running_loop()
+        self._alarm = None if when is None else loop.call_later(max(when - self._now(), 0.0), self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        assert self._alarm_at is not None
+        self._latest = max(self._latest, self._alarm_at)  # loops round timers, and may ring a little early
+        self._alarm = self._alarm_at = None
+        self._changed()
+
+    def _now(self) -> float:
+        """The clock, never behind an alarm that has rung."""
+        self._latest = max(self._latest, self._clock())
+        return self._latest
 
     def _on_result(self, result: StepResult) -> None:
         if self._failure is not None:
             return
-        now = self._last_result_at = self._clock()
+        now = self._last_result_at = self._now()
         try:
             outcomes = self._scheduler.complete(result, now)
         except Exception as error:
@@ -309,6 +365,7 @@ class LocalEngine:
     def _fail(self, cause: str) -> None:
         if self._failure is None:
             self._failure = cause
+            self._set_alarm(None)
             self._streams.fail_all(EngineDead(cause))
             self._empty.set()
             self._failed.set()
@@ -318,7 +375,10 @@ class LocalEngine:
     async def stats(self) -> EngineStats:
         scheduler, counters = self._scheduler, self._scheduler.counters
         return EngineStats(
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_queued,
+            parked=scheduler.intake.parked,
+            blocked=len(scheduler.intake.blocked) + len(scheduler.intake.reserved),
+            queued_tokens=scheduler.intake.queued_tokens,
             running=len(scheduler.running),
             kv_blocks_used=scheduler.pool.owned,
             kv_blocks_cached=scheduler.pool.cached,
@@ -331,6 +391,13 @@ class LocalEngine:
             prefix_cache_hits=counters.prefix_hits,
             preemptions=counters.preemptions,
             aborted=counters.aborted_requests,
+            expired=counters.expired_requests,
+            prefix_waits=counters.parked,
+            prefix_wait_outcomes=dict(counters.releases),
+            prefix_waits_declined=dict(counters.declined_waits),
+            prefill_holds=counters.holds,
+            prefill_fires=dict(counters.fires),
+            prediction_error=scheduler.costs.error,
             steps_in_flight=len(scheduler.in_flight),
             step_age_s=self._step_age_s(),
             draining=self._draining,
@@ -348,7 +415,7 @@ class LocalEngine:
         scheduler = self._scheduler
         return {
             "boot_id": self.info.boot_id,
-            "waiting": [_describe(request, now) for request in scheduler.waiting],
+            "waiting": [_describe(request, now) for request in scheduler.requests.values() if request.queued],
             "running": [_describe(request, now) for request in scheduler.running],
             "steps_in_flight": [
                 {"step_id": s.step_id, "decode_requests": len(s.decodes), "age_s": now - s.submitted_at}
@@ -367,6 +434,8 @@ def sampling_bytes(sampling: SamplingParams) -> int:
 def _describe(request: Request, now: float) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
+        "state": request.state.value,
+        "waits_for": request.wait.producer.request_id if request.wait is not None else None,
         "priority": request.priority,
         "age_s": now - request.arrived_at,
         "prompt_tokens": request.prompt_len,

@@ -21,6 +21,7 @@ def output_of(outcome: Outcome) -> EngineOutput:
         finish_reason=outcome.finish,
         stop_token_id=outcome.stop_token_id,
         error=outcome.error,
+        error_kind=outcome.error_kind,
         timings=None if outcome.finish is None else _timings(request),
     )
 

@@ -22,7 +22,7 @@ from atom_async.wire.messages import WorkerProgress
 from atom_async.wire.parent import die_with
 
 from . import ipc
-from .client import EngineDraining, EngineError, EngineOutput
+from .client import EngineDraining, EngineError, EngineOutput, QueueFull
 from .local import LocalEngine
 from .process_workers import ProcessWorkers
 from .workers import WorkerStartError
@@ -121,8 +121,7 @@ class EngineServer:
         try:
             self._engine.submit(message.request)
         except EngineError as error:
-            kind = "draining" if isinstance(error, EngineDraining) else "rejected"
-            self._channel.send(ipc.Rejected(message.request.request_id, kind, str(error)))
+            self._channel.send(_rejection(message.request.request_id, error))
 
     def _send_outputs(self, outputs: list[EngineOutput]) -> None:
         self._channel.send(ipc.Outputs(outputs))
@@ -143,6 +142,16 @@ class EngineServer:
     async def _drain(self) -> None:
         await self._engine.drain()
         self._channel.send(ipc.Drained())
+
+
+def _rejection(request_id: str, error: EngineError) -> ipc.Rejected:
+    match error:
+        case QueueFull():
+            return ipc.Rejected(request_id, "full", str(error), error.retry_after_s)
+        case EngineDraining():
+            return ipc.Rejected(request_id, "draining", str(error))
+        case _:
+            return ipc.Rejected(request_id, "rejected", str(error))
 
 
 def make_engine(start: ipc.Start) -> LocalEngine:

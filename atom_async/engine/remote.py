@@ -19,10 +19,12 @@ from .children import Child
 from .client import (
     EngineDead,
     EngineDraining,
+    EngineError,
     EngineInfo,
     EngineOutput,
     EngineRequest,
     EngineStats,
+    QueueFull,
     RequestRejected,
 )
 from .prompt_hash import hashed
@@ -209,8 +211,7 @@ class RemoteEngine:
             case ipc.Outputs():
                 self._streams.deliver_all(message.outputs)
             case ipc.Rejected():
-                kind = EngineDraining if message.kind == "draining" else RequestRejected
-                self._streams.fail(message.request_id, kind(message.message))
+                self._streams.fail(message.request_id, _refusal(message))
             case ipc.Answer():
                 future = self._answers.get(message.number)
                 if future is not None and not future.done():
@@ -232,3 +233,13 @@ class RemoteEngine:
             if not future.done():
                 future.set_exception(EngineDead(cause))
         self._drained.set()
+
+
+def _refusal(message: ipc.Rejected) -> EngineError:
+    match message.kind:
+        case "full":
+            return QueueFull(message.message, retry_after_s=message.retry_after_s)
+        case "draining":
+            return EngineDraining(message.message)
+        case _:
+            return RequestRejected(message.message)

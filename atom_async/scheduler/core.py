@@ -1,193 +1,284 @@
 """The scheduler's state and the few transitions it has.
 
-`plan` decides and changes nothing; `commit` executes exactly that plan; `complete` takes a step's result.
-Every method runs to completion, and whoever calls passes the time.
+`plan` decides and changes nothing; `commit` executes exactly that plan; `complete` takes a step's result; `expire`
+does what time demands. Every method runs to completion, and whoever calls passes the time.
 """
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from atom_async.cache.pool import BlockPool
-from atom_async.wire.messages import (
-    NewSequence,
-    SequenceLogprobs,
-    StepPlan,
-    StepResult,
-    pack_ints,
-    unpack_ints,
+from atom_async.events.schema import (
+    Event,
+    PreemptReason,
+    ReleaseOutcome,
+    RequestAborted,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestRejected,
+    StepCompleted,
+    StepSubmitted,
 )
+from atom_async.wire.messages import StepPlan, StepResult, unpack_ints
 
-from .admission import Limits, Walk
-from .outcome import Finish, Outcome
+from .admission import Queues, Walk
+from .cost_model import CostModel
+from .counters import Counters
+from .hold_clock import HoldClock
+from .intake import Intake
+from .limits import Limits
+from .message import PlanBuilder
+from .outcome import Outcome
 from .plan import Chunk, Plan
+from .policy import Hold, Policy
 from .request import Request, State
+from .results import StepInFlight, TokenTaker
+from .waits import BlockBoundaries, Boundaries
 
 
-@dataclass(slots=True)
-class StepInFlight:
-    """What a submitted step will do, to be matched with its result."""
-
-    step_id: int
-    decodes: list[Request]
-    chunks: list[Chunk]
-    sample_slots: bytes
-    submitted_at: float
-
-
-@dataclass(slots=True)
-class Counters:
-    """Running totals, in tokens unless the name says otherwise."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    prompt_tokens_computed: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    aborted_requests: int = 0
-
-
-@dataclass(slots=True)
-class PlanBuilder:
-    """Collects a StepPlan's parts while a plan is executed."""
-
-    new: list[NewSequence] = field(default_factory=list)
-    grown_slots: array[int] = field(default_factory=lambda: array("i"))
-    grown_blocks: array[int] = field(default_factory=lambda: array("i"))
-    chunk_slots: array[int] = field(default_factory=lambda: array("i"))
-    chunk_starts: array[int] = field(default_factory=lambda: array("i"))
-    chunk_lengths: array[int] = field(default_factory=lambda: array("i"))
-    chunk_tokens: array[int] = field(default_factory=lambda: array("i"))
-    sample_slots: array[int] = field(default_factory=lambda: array("i"))
-
-    def grow(self, slot: int, blocks: list[int]) -> None:
-        self.grown_slots.extend([slot] * len(blocks))
-        self.grown_blocks.extend(blocks)
+def _nobody(event: Event) -> None:
+    """Where events go when nobody listens."""
 
 
 class Scheduler:
-    """Owns every request, the block pool and the worker slots."""
+    """Owns every request, the block pool and the worker slots.
 
-    def __init__(self, *, pool: BlockPool, limits: Limits) -> None:
-        if limits.max_num_batched_tokens < limits.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({limits.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({limits.max_num_seqs}): a step carries one token for each decoding sequence"
-            )
+    Args:
+        interval: decode-only steps after a prefill-carrying one, for the events; the policy decides by itself.
+        emit: takes every event, in order, at the moment it happens; must not call back.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        limits: Limits,
+        policy: Policy,
+        costs: CostModel,
+        boundaries: Boundaries | None = None,
+        interval: int = 0,
+        emit: Callable[[Event], None] = _nobody,
+    ) -> None:
         self.pool = pool
         self.limits = limits
+        self.policy = policy
+        self.costs = costs
+        self.boundaries = boundaries or BlockBoundaries(limits.block_size)
         self.counters = Counters()
         self.requests: dict[str, Request] = {}
         """Everything alive, by id."""
         self.running: list[Request] = []
         """In rank order."""
-        self.waiting: list[Request] = []
-        """In rank order."""
+        self.intake = Intake(
+            pool=pool,
+            limits=limits,
+            policy=policy,
+            costs=costs,
+            boundaries=self.boundaries,
+            counters=self.counters,
+            emit=emit,
+        )
+        self.clock = HoldClock(interval=interval, counters=self.counters, emit=emit)
         self.in_flight: deque[StepInFlight] = deque()
+        self._tokens = TokenTaker(pool, limits, self.counters, emit)
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.draining = False
+        self._emit = emit
         self._vacated: list[int] = []
         """Slots whose sequence left since the last plan: the workers do not know yet."""
         self._last_step_id = 0
+        self._last_completed_at = float("-inf")
         self._arrivals = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.requests
+
+    @property
+    def num_queued(self) -> int:
+        return len(self.requests) - len(self.running)
+
+    @property
+    def kv_usage(self) -> float:
+        return self.pool.owned / self.pool.num_blocks
 
     def next_rank(self) -> int:
         """Arrival rank for the next request; the order of calls is the order of arrival."""
         self._arrivals += 1
         return self._arrivals
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, now: float) -> None:
         """Queues a request that can run some day: its limit fits the model and all of KV."""
         assert request.request_id not in self.requests, request.request_id
         self.requests[request.request_id] = request
-        insort(self.waiting, request, key=_rank)
-
-    # Deciding and doing --------------------------------------------------------------------------
-
-    def plan(self) -> Plan:
-        """The next step, as the state allows it now. No side effects."""
-        walk = Walk(
-            pool=self.pool,
-            limits=self.limits,
-            running=self.running,
-            waiting=self.waiting,
-            slots=len(self.free_slots),
+        self._emit(
+            RequestArrived(
+                request_id=request.request_id,
+                prompt_tokens=request.prompt_len,
+                cached_tokens=self.intake.present_tokens(request),
+                priority=request.priority,
+            )
         )
-        return walk.run()
+        self.intake.arrive(request, now)
+        self.intake.settle(now)
 
-    def commit(self, plan: Plan, now: float) -> StepPlan:
-        """Executes a plan made by `plan` on the present state; returns what the workers are told."""
-        assert plan, "an empty plan is not a step"
+    def reject(self, reason: str, message: str, request_id: str = "") -> None:
+        """Says that a request was turned away at the door."""
+        self._emit(RequestRejected(request_id=request_id, reason=reason, message=message))
+
+    def backlog_s(self) -> float:
+        """Predicted seconds until what is queued now has been computed; at least one."""
+        return max(self.costs.tokens_ms(self.intake.queued_tokens, 0.0) / 1e3, 1.0)
+
+    # Deciding ------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Plan:
+        """The next step, as the state allows it now. No side effects."""
+        plan = self._walk().run()
+        plan.pending_tokens = plan.prefill_tokens
+        plan.pending_requests = len(plan.chunks)
+        if plan.chunks:
+            pending = self.clock.pending(
+                plan,
+                now,
+                budget=self.limits.max_num_batched_tokens - (0 if self.limits.separate else len(plan.decodes)),
+                kv_usage=self.kv_usage,
+                draining=self.draining,
+                predicted_ms=self.costs.step_ms(plan.work),
+            )
+            plan.verdict = self.policy.gate(pending)
+            if isinstance(plan.verdict, Hold):
+                plan = self._without_prefill(plan)
+            elif self.limits.separate and len(plan.preempted) > len(plan.for_priority):
+                plan.drop_prefill()  # decodes that need the memory of others come first
+                plan.verdict = None
+            elif self.limits.separate:
+                plan.drop_decodes()
+        plan.predicted_ms = self.costs.step_ms(plan.work)
+        return plan
+
+    def _walk(self) -> Walk:
+        intake = self.intake
+        queues = Queues(
+            pool=self.pool,
+            running=self.running,
+            ready=intake.ready,
+            instant=intake.instant,
+            blocked=intake.blocked,
+            reserved=intake.reserved,
+            slots=len(self.free_slots),
+            idle=not self.in_flight,
+            producers=intake.producers,
+        )
+        return Walk(queues, self.limits, self.policy, self.costs, self.boundaries)
+
+    def _without_prefill(self, tentative: Plan) -> Plan:
+        """What runs while prefill is held: the tentative plan without its chunks and what they brought about."""
+        if not tentative.for_priority:
+            tentative.drop_prefill()
+            return tentative
+        plan = self._walk().run(prefill=False)
+        plan.pending_tokens, plan.pending_requests = tentative.pending_tokens, tentative.pending_requests
+        plan.verdict = tentative.verdict
+        plan.blocked, plan.deferred = tentative.blocked, tentative.deferred
+        return plan
+
+    # Doing ---------------------------------------------------------------------------------------
+
+    def next_step(self, now: float) -> StepPlan | None:
+        """Plans and executes; None: there is nothing to run until something happens."""
+        while True:
+            plan = self.plan(now)
+            message = self.commit(plan, now)
+            if message is not None or not plan.deferred:
+                return message
+
+    def commit(self, plan: Plan, now: float) -> StepPlan | None:
+        """Executes a plan made by `plan` on the present state; returns what the workers are told, if anything."""
+        for request, needed, next_hash in plan.blocked:
+            self.intake.block(request, needed, next_hash, now)
+        for request in plan.deferred:
+            self.intake.unplace(request)
+        self.clock.note(plan, now)
+        message = self._submit(plan, now) if plan else None
+        self.intake.settle(now)
+        return message
+
+    def _submit(self, plan: Plan, now: float) -> StepPlan:
         for victim in plan.preempted:
-            self._preempt(victim)
+            by_priority = any(victim is request for request in plan.for_priority)
+            self._preempt(victim, "priority" if by_priority else "memory", now)
         self._last_step_id += 1
         step_id = self._last_step_id
         builder = PlanBuilder()
-        for chunk in plan.chunks:
+        executed = plan.executed
+        for chunk in executed:
             if chunk.reuse is not None:  # before anything is allocated, which might evict what is reused
                 self.pool.acquire(chunk.reuse.blocks)
         for request in plan.growing:
             blocks = self.pool.allocate(1)
             request.blocks += blocks
             builder.grow(request.slot, blocks)
-        decode_slots = array("i", [request.slot for request in plan.decodes])
-        builder.sample_slots.extend(decode_slots)
+        builder.decode(plan.decodes)
         for request in plan.decodes:
             request.computed += 1
             request.samples_in_flight += 1
-        for chunk in plan.chunks:
+        for chunk in executed:
             self._execute(chunk, step_id, now, builder)
-        finished = pack_ints(self._vacated)
-        self._vacated.clear()
         self.counters.steps += 1
-        sample_slots = builder.sample_slots.tobytes()
-        self.in_flight.append(StepInFlight(step_id, plan.decodes, plan.chunks, sample_slots, now))
-        return StepPlan(
+        self.counters.prefill_steps += bool(plan.chunks)
+        self.clock.stepped(plan, step_id, now)
+        self._emit(self._submitted(plan, step_id))
+        self.in_flight.append(
+            StepInFlight(
+                step_id, plan.decodes, executed, builder.sample_slots.tobytes(), now, plan.work, plan.predicted_ms
+            )
+        )
+        finished, self._vacated = self._vacated, []
+        return builder.build(step_id, finished)
+
+    def _submitted(self, plan: Plan, step_id: int) -> StepSubmitted:
+        executed = plan.executed
+        return StepSubmitted(
             step_id=step_id,
-            finished=finished,
-            new=builder.new,
-            grown_slots=builder.grown_slots.tobytes(),
-            grown_blocks=builder.grown_blocks.tobytes(),
-            decode_slots=decode_slots.tobytes(),
-            chunk_slots=builder.chunk_slots.tobytes(),
-            chunk_starts=builder.chunk_starts.tobytes(),
-            chunk_lengths=builder.chunk_lengths.tobytes(),
-            chunk_tokens=builder.chunk_tokens.tobytes(),
+            prefill_tokens=sum(chunk.length for chunk in executed),
+            prefill_requests=len(executed),
+            chunks=[(chunk.request.request_id, chunk.start, chunk.length) for chunk in executed],
+            decode_requests=len(plan.decodes),
+            kv_blocks_used=self.pool.owned,
+            kv_blocks_total=self.pool.num_blocks,
+            predicted_ms=plan.predicted_ms,
         )
 
     def _execute(self, chunk: Chunk, step_id: int, now: float, builder: PlanBuilder) -> None:
         request, end = chunk.request, chunk.start + chunk.length
         assert end <= request.total and request.samples_in_flight == 0
         if chunk.reuse is not None:
-            self._enter(chunk, now, builder)
+            self._enter(chunk, now)
+            builder.enter(request, chunk.start)
         blocks = self.pool.allocate(chunk.new_blocks)
         request.blocks += blocks
         builder.grow(request.slot, blocks)
-        builder.chunk_slots.append(request.slot)
-        builder.chunk_starts.append(chunk.start)
-        builder.chunk_lengths.append(chunk.length)
-        builder.chunk_tokens.extend(request.tokens[chunk.start : end])
+        builder.chunk(chunk)
         self.counters.prompt_tokens_computed += chunk.length
         request.computed = end
-        if self.limits.prefix_caching:
-            self._name_blocks(request, max(request.present, chunk.start), end, step_id)
         if chunk.samples:
             request.decoding = True
             request.samples_in_flight = 1
-            builder.sample_slots.append(request.slot)
+        if self.limits.prefix_caching:
+            self._name_blocks(request, max(request.present, chunk.start), end, step_id)
+            self.intake.advanced(request, chunk.start, end, now)
 
-    def _enter(self, chunk: Chunk, now: float, builder: PlanBuilder) -> None:
+    def _enter(self, chunk: Chunk, now: float) -> None:
         """Takes a request from the queue into a slot, with the prefix it reuses."""
         request, reuse = chunk.request, chunk.reuse
         assert reuse is not None
-        self._remove(self.waiting, request)
+        self.intake.enter(request)
         insort(self.running, request, key=_rank)
         request.become(State.RUNNING)
         request.slot = self.free_slots.pop()
@@ -201,16 +292,12 @@ class Scheduler:
             self.counters.prompt_tokens += request.prompt_len
             self.counters.prefix_queries += request.prompt_len
             self.counters.prefix_hits += request.cached_tokens
-        history = request.tokens[: chunk.start].tobytes() if request.sampling.needs_history else b""
-        builder.new.append(
-            NewSequence(
-                slot=request.slot,
-                prompt_len=request.prompt_len,
-                total_len=len(request.tokens),
-                present_tokens=reuse.present,
-                blocks=pack_ints(request.blocks),
-                history=history,
-                sampling=request.sampling,
+        self._emit(
+            RequestAdmitted(
+                request_id=request.request_id,
+                cached_tokens=chunk.start,
+                uncached_tokens=request.total - chunk.start,
+                queue_ms=(now - request.arrived_at) * 1e3,
             )
         )
 
@@ -230,136 +317,148 @@ class Scheduler:
         step = self.in_flight.popleft()
         assert step.step_id == result.step_id, f"step {step.step_id} expected, result of {result.step_id}"
         self.pool.commit_step(step.step_id)
+        self._measure(step, now, tokens_out=len(result.tokens) // 4)
+        if not self.boundaries.pending_reusable:
+            self._reach_boundaries(step, now)
         if result.prompt_logprobs:
-            self._keep_prompt_logprobs(step, result.prompt_logprobs)
-        rows = step.decodes + [chunk.request for chunk in step.chunks if chunk.samples]
+            step.keep_prompt_logprobs(result.prompt_logprobs)
+        rows = step.rows
         if result.failed:
-            slots = unpack_ints(step.sample_slots)
-            rows, outcomes = self._fail_rows(rows, slots, step.step_id, dict(result.failed))
+            rows, outcomes = self._fail_rows(step, dict(result.failed), now)
         else:
             assert result.slots == step.sample_slots, "the rows of the result are not those of the plan"
             outcomes = []
         ended = frozenset(unpack_ints(result.ended)) if result.ended else frozenset[int]()
         described = {entry.slot: entry for entry in result.logprobs}
         for request, token_id in zip(rows, unpack_ints(result.tokens), strict=True):
-            if self._is_void(request, step.step_id):
+            if step.is_void(request):
                 continue
-            outcome = self._take_token(request, token_id, now, grammar_ended=request.slot in ended)
+            outcome = self._tokens.take(request, token_id, now, grammar_ended=request.slot in ended)
             if described:
                 outcome.logprobs = described.get(request.slot)
             outcomes.append(outcome)
             if outcome.finish is not None:
-                self._end(request, State.FINISHED)
+                self._finish(request, outcome.finish, now)
+        self.intake.settle(now)
         return outcomes
 
-    def _take_token(self, request: Request, token_id: int, now: float, *, grammar_ended: bool) -> Outcome:
-        request.samples_in_flight -= 1
-        known = len(request.tokens)
-        if known >= request.max_total_len:  # max_tokens 0: only the prompt was wanted
-            return Outcome(request, None, "length", prompt_logprobs=self._prompt_logprobs_of(request))
-        if self.limits.prefix_caching and known % self.limits.block_size == 0:
-            self._name_output_block(request, known)
-        request.tokens.append(token_id)
-        request.last_token_at = now
-        self.counters.generation_tokens += 1
-        outcome = Outcome(request, token_id)
-        if request.first_token_at < 0:
-            request.first_token_at = now
-            outcome.prompt_logprobs = self._prompt_logprobs_of(request)
-        outcome.finish = self._finish_of(request, token_id, grammar_ended=grammar_ended)
-        if token_id in request.end_token_ids and outcome.finish == "stop":
-            outcome.stop_token_id = token_id
-        return outcome
+    def _measure(self, step: StepInFlight, now: float, *, tokens_out: int) -> None:
+        elapsed_ms = (now - max(step.submitted_at, self._last_completed_at)) * 1e3
+        self._last_completed_at = now
+        self.costs.observe(step.work, elapsed_ms, step.predicted_ms)
+        self._emit(StepCompleted(step_id=step.step_id, elapsed_ms=elapsed_ms, tokens_out=tokens_out))
 
-    @staticmethod
-    def _finish_of(request: Request, token_id: int, *, grammar_ended: bool) -> Finish | None:
-        if grammar_ended:
-            return "stop"
-        if token_id in request.end_token_ids and request.output_len >= request.sampling.min_tokens:
-            return "stop"
-        if len(request.tokens) >= request.max_total_len:
-            return "length"
-        return None
-
-    def _name_output_block(self, request: Request, known: int) -> None:
-        """The step that just ended wrote position known - 1, and with it filled a block."""
-        index = known // self.limits.block_size - 1
-        block = request.blocks[index]
-        if index >= 0 and self.pool.hashes[block] is None:
-            request.extend_chain(self.limits.block_size, known)
-            self.pool.register(block, request.chain[index])
-
-    def _is_void(self, request: Request, step_id: int) -> bool:
-        """Whether the result concerns a request that has ended or was preempted since."""
-        return request.state is not State.RUNNING or step_id <= request.void_upto
-
-    def _keep_prompt_logprobs(self, step: StepInFlight, parts: list[SequenceLogprobs]) -> None:
-        by_slot: dict[int, list[SequenceLogprobs]] = {}
-        for part in parts:
-            by_slot.setdefault(part.slot, []).append(part)
+    def _reach_boundaries(self, step: StepInFlight, now: float) -> None:
         for chunk in step.chunks:
-            request = chunk.request
-            if not self._is_void(request, step.step_id):
-                request.prompt_logprobs += by_slot.get(request.slot, ())
+            if not step.is_void(chunk.request):
+                self.intake.reach(chunk.request, chunk.start + chunk.length, now)
 
-    @staticmethod
-    def _prompt_logprobs_of(request: Request) -> list[SequenceLogprobs] | None:
-        if request.sampling.prompt_logprobs < 0:
-            return None
-        parts, request.prompt_logprobs = request.prompt_logprobs, []
-        return parts
-
-    def _fail_rows(
-        self, rows: list[Request], slots: array[int], step_id: int, failed: dict[int, str]
-    ) -> tuple[list[Request], list[Outcome]]:
+    def _fail_rows(self, step: StepInFlight, failed: dict[int, str], now: float) -> tuple[list[Request], list[Outcome]]:
         """Ends the requests that the workers could not go on with; returns the other rows."""
+        rows, slots = step.rows, unpack_ints(step.sample_slots)
         outcomes: list[Outcome] = []
         for request, slot in zip(rows, slots, strict=True):
-            if slot in failed and not self._is_void(request, step_id):
-                self._end(request, State.FAILED)
-                outcomes.append(Outcome(request, None, "error", error=failed[slot]))
+            if slot in failed and not step.is_void(request):
+                self._fail(request, failed[slot], now)
+                outcomes.append(Outcome(request, None, "error", error=failed[slot], error_kind="worker"))
         return [r for r, slot in zip(rows, slots, strict=True) if slot not in failed], outcomes
+
+    def lose_steps(self, now: float) -> None:
+        """The steps in flight will not come back and wrote nothing that can be relied on. What they would have
+        written leaves the cache before anyone can find it, and their requests start over from what is known."""
+        lost: dict[str, Request] = {}
+        while self.in_flight:
+            step = self.in_flight.popleft()
+            self.pool.fail_step(step.step_id)
+            for request in step.decodes + [chunk.request for chunk in step.chunks]:
+                if not step.is_void(request):
+                    lost[request.request_id] = request
+        for request in lost.values():
+            self._preempt(request, "step_failed", now)
+        self.intake.settle(now)
 
     # Leaving -------------------------------------------------------------------------------------
 
-    def abort(self, request_id: str) -> Request | None:
+    def expire(self, now: float) -> list[Outcome]:
+        """Does what time demands; returns the ends of requests whose deadline passed while they were queued."""
+        outcomes = []
+        for request in self.intake.expire(now):
+            waited_ms = (now - request.arrived_at) * 1e3
+            message = f"the request waited {waited_ms:.0f} ms and could not start before its deadline"
+            self._fail(request, message, now)
+            self.counters.expired_requests += 1
+            outcomes.append(Outcome(request, None, "error", error=message, error_kind="deadline"))
+        self.intake.settle(now)
+        return outcomes
+
+    def next_alarm(self) -> float | None:
+        """When `expire` or a held prefill wants a turn, if nothing happens before."""
+        times = [when for when in (self.intake.next_alarm(), self.clock.until) if when is not None]
+        return min(times, default=None)
+
+    def abort(self, request_id: str, now: float, reason: str = "") -> Request | None:
         """Ends a request in whatever state it is; its memory is free when this returns. None: not alive."""
-        return self._leave_early(request_id, State.ABORTED)
-
-    def finish(self, request_id: str) -> Request | None:
-        """Like `abort`, for a client that has all it wants."""
-        return self._leave_early(request_id, State.FINISHED)
-
-    def _leave_early(self, request_id: str, state: State) -> Request | None:
         request = self.requests.get(request_id)
         if request is not None:
-            self._end(request, state)
-            self.counters.aborted_requests += state is State.ABORTED
+            self._emit(RequestAborted(request_id=request_id, state=request.state.value, reason=reason))
+            self._end(request, State.ABORTED, "producer_aborted", now)
+            self.counters.aborted_requests += 1
+            self.intake.settle(now)
         return request
 
-    def _end(self, request: Request, state: State) -> None:
+    def finish(self, request_id: str, now: float) -> Request | None:
+        """Like `abort`, for a client that has all it wants."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish(request, "stop", now)
+            self.intake.settle(now)
+        return request
+
+    def _finish(self, request: Request, reason: str, now: float) -> None:
+        self._emit(
+            RequestFinished(
+                request_id=request.request_id,
+                finish_reason=reason,
+                prompt_tokens=request.prompt_len,
+                cached_tokens=request.cached_tokens,
+                completion_tokens=request.output_len,
+                ttft_ms=max(request.first_token_at - request.arrived_at, 0.0) * 1e3,
+                e2e_ms=(now - request.arrived_at) * 1e3,
+            )
+        )
+        self._end(request, State.FINISHED, "producer_aborted", now)
+
+    def _fail(self, request: Request, reason: str, now: float) -> None:
+        self._emit(RequestFailed(request_id=request.request_id, state=request.state.value, reason=reason))
+        self._end(request, State.FAILED, "producer_failed", now)
+
+    def _end(self, request: Request, state: State, outcome: ReleaseOutcome, now: float) -> None:
         if request.state is State.RUNNING:
             self._leave(request)
-        else:
-            self._remove(self.waiting, request)
+        self.intake.end(request, outcome, now)
         request.become(state)
         del self.requests[request.request_id]
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, reason: PreemptReason, now: float) -> None:
         """Back into the queue at its old rank; what it computed stays cached as long as it may."""
-        self._leave(request)
-        request.become(State.WAITING)
+        freed = self._leave(request)
+        self.intake.end(request, "producer_failed" if reason == "step_failed" else "producer_preempted", now)
+        request.become(State.READY)
         request.void_upto = self._last_step_id
         request.preemptions += 1
         request.prompt_logprobs.clear()
         if self.limits.prefix_caching:
             request.extend_chain(self.limits.block_size, len(request.tokens))
-        insort(self.waiting, request, key=_rank)
+        self.intake.arrive(request, now)
         self.counters.preemptions += 1
+        self._emit(RequestPreempted(request_id=request.request_id, reason=reason, freed_blocks=freed))
 
-    def _leave(self, request: Request) -> None:
-        """Gives back slot and blocks, in this very turn."""
-        self._remove(self.running, request)
+    def _leave(self, request: Request) -> int:
+        """Gives back slot and blocks, in this very turn. Returns how many blocks became available."""
+        position = bisect_left(self.running, request.rank, key=_rank)
+        assert self.running[position] is request
+        del self.running[position]
+        before = self.pool.available
         self.pool.release(request.blocks)
         self.free_slots.append(request.slot)
         self._vacated.append(request.slot)
@@ -367,12 +466,8 @@ class Scheduler:
         request.slot = -1
         request.present = request.computed = request.samples_in_flight = 0
         request.decoding = False
-
-    @staticmethod
-    def _remove(ranked: list[Request], request: Request) -> None:
-        position = bisect_left(ranked, request.rank, key=_rank)
-        assert ranked[position] is request
-        del ranked[position]
+        request.held_s = 0.0
+        return self.pool.available - before
 
 
 def _rank(request: Request) -> tuple[int, int]:

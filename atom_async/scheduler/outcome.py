@@ -1,4 +1,4 @@
-"""What a completed step means for one request."""
+"""What a completed step, or time, means for one request."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from atom_async.wire.messages import SequenceLogprobs
 from .request import Request
 
 Finish = Literal["stop", "length", "error"]
+ErrorKind = Literal["", "worker", "deadline"]
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class Outcome:
     finish: Finish | None = None
     stop_token_id: int | None = None
     error: str = ""
+    error_kind: ErrorKind = ""
     logprobs: SequenceLogprobs | None = None
     prompt_logprobs: list[SequenceLogprobs] | None = None
     """All parts, in prompt order, with the first token of a request that asked for them."""

@@ -5,15 +5,26 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from atom_async.cache.hashing import next_hash
 from atom_async.wire.messages import SequenceLogprobs
 from atom_async.wire.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from .waits import Wait, Waiters
+
+Order = tuple[int, float, int]
+"""(priority, the policy's key, arrival rank): smaller goes first."""
+
 
 class State(Enum):
-    WAITING = "waiting"
-    """In the queue, holding nothing: new, or preempted."""
+    READY = "ready"
+    """In the queue, holding nothing; a walk may admit it: new, released or preempted."""
+    PARKED = "parked"
+    """Waits for a prefix that another request will compute; holds nothing."""
+    BLOCKED = "blocked"
+    """Was found not to fit into memory; holds nothing; looked at again when enough may be free."""
     RUNNING = "running"
     """Has a slot and blocks; its prompt is being computed or it decodes."""
     FINISHED = "finished"
@@ -21,14 +32,18 @@ class State(Enum):
     FAILED = "failed"
 
 
+_END = frozenset({State.FINISHED, State.ABORTED, State.FAILED})
+
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.RUNNING, State.FINISHED, State.ABORTED, State.FAILED}),
-    State.RUNNING: frozenset({State.WAITING, State.FINISHED, State.ABORTED, State.FAILED}),
+    State.READY: frozenset({State.PARKED, State.BLOCKED, State.RUNNING}) | _END,
+    State.PARKED: frozenset({State.READY}) | _END,
+    State.BLOCKED: frozenset({State.READY}) | _END,
+    State.RUNNING: frozenset({State.READY}) | _END,
     State.FINISHED: frozenset(),
     State.ABORTED: frozenset(),
     State.FAILED: frozenset(),
 }
-"""WAITING -> FINISHED: the client had enough while its request was preempted."""
+"""A queued request can be FINISHED: its client had enough while it was preempted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,9 +71,43 @@ class Request:
     priority: int
     arrival_rank: int
     arrived_at: float
+    deadline: float | None = None
+    """Still in the queue then, before its first admission, it fails."""
     sampling_bytes: int = 0
     """Size of `sampling` in a message, as far as it may be large (grammar, logit_bias)."""
-    state: State = State.WAITING
+    state: State = State.READY
+
+    # In the queue
+    order: Order = (0, 0.0, 0)
+    """Its place, fixed when it was placed."""
+    uncached: int = 0
+    """Tokens to compute, as known when it was placed; 0 outside the queue."""
+    home: list[Request] | None = None
+    """The queue it stands in, when that is a plain one."""
+    leads: bytes | None = None
+    """The hash of the next block it will compute, under which those who need it too find it."""
+    waiters: Waiters | None = None
+    """Who waits for blocks of this request."""
+    wait: Wait | None = None
+    """While PARKED."""
+    wait_deadline: float | None = None
+    """Set once, when it first parks: afterwards it computes for itself whatever others promise."""
+    waits_over: bool = False
+    computes_despite: Request | None = None
+    """A producer for which it was decided that waiting does not pay."""
+    blocked_since: float = -1.0
+    """When it was first found not to fit; kept until it is admitted."""
+    needed_blocks: int = 0
+    """While BLOCKED."""
+    needs: bytes | None = None
+    """While BLOCKED: the hash of the block that it would compute next."""
+    reserved: bool = False
+    """It was passed for long enough: no other newcomer takes memory before it."""
+    found: list[int] = field(default_factory=list)
+    """Blocks of the last look into the pool, and the state of the pool it is true for."""
+    found_as_of: int = -1
+
+    # Running
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     present: int = 0
@@ -69,6 +118,9 @@ class Request:
     samples_in_flight: int = 0
     void_upto: int = 0
     """Results of steps up to this one are void: they were submitted before the last preemption."""
+    held_s: float = 0.0
+    """How long its half-done prefill was held back, all holds together."""
+
     cached_tokens: int = 0
     admitted_at: float = -1.0
     first_token_at: float = -1.0
@@ -87,8 +139,12 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Smaller goes first; never changes, so a preempted or released request keeps its place."""
+        """Who is preempted last; never changes, so a preempted or released request keeps its place."""
         return (self.priority, self.arrival_rank)
+
+    @property
+    def queued(self) -> bool:
+        return self.state in (State.READY, State.PARKED, State.BLOCKED)
 
     @property
     def reuses_prefix(self) -> bool:

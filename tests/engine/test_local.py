@@ -240,7 +240,7 @@ def test_the_default_length_is_what_the_cache_holds() -> None:
     [
         ({"max_model_len": 5000}, "above the model's own limit of 4096"),
         ({"max_model_len": 300}, "does not fit: all of the KV cache holds 256 tokens"),
-        ({"max_num_batched_tokens": 4}, "at least max_num_seqs"),
+        ({"max_num_batched_tokens": 4}, "at least --max-num-seqs"),
     ],
 )
 def test_settings_that_cannot_work_refuse_to_start(settings: dict[str, int], message: str) -> None:

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from typing import Any, TypeVar
 
 import msgspec
 
 from atom_async.cache.hashing import hash_chain, root_hash, split_chain
-from atom_async.cache.pool import BlockPool
+from atom_async.config import EngineConfig
 from atom_async.engine.local import sampling_bytes
-from atom_async.scheduler.admission import Limits
-from atom_async.scheduler.core import Scheduler
-from atom_async.scheduler.invariants import check, check_realised
+from atom_async.events.schema import Event
+from atom_async.scheduler.invariants import check, checked_step
 from atom_async.scheduler.outcome import Outcome
 from atom_async.scheduler.request import Request
+from atom_async.scheduler.setup import make_scheduler
+from atom_async.scheduler.waits import Boundaries
 from atom_async.wire.messages import StepPlan, StepResult
 from atom_async.wire.sampling import SamplingParams
 from atom_async.wire.simulation import SimulatedModel, SimulationOptions, expected_tokens
 
 
+E = TypeVar("E", bound=Event)
+
+
 class World:
-    """Every change is followed by a check of all invariants; every token is checked against the oracle."""
+    """Every change is followed by a check of all invariants; every token is checked against the oracle.
+
+    `settings` are fields of EngineConfig; `events` keeps all that the scheduler said.
+    """
 
     def __init__(
         self,
@@ -34,22 +42,35 @@ class World:
         prefix_caching: bool = True,
         max_plan_bytes: int = 1 << 20,
         end_token_probability: float = 0.0,
+        boundaries: Boundaries | None = None,
+        step_s: float = 1.0,
+        **settings: Any,
     ) -> None:
         self.options = SimulationOptions(vocab_size=1000, end_token_probability=end_token_probability)
-        self.limits = Limits(
+        self.config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-            max_plan_bytes=max_plan_bytes,
             block_size=block_size,
-            prefix_caching=prefix_caching,
+            enable_prefix_caching=prefix_caching,
+            **{"itl_target_ms": "off"} | settings,
         )
         self.max_model_len = max_model_len or blocks * block_size
-        self.scheduler = Scheduler(pool=BlockPool(blocks), limits=self.limits)
+        self.events: list[Event] = []
+        self.scheduler = make_scheduler(
+            self.config,
+            num_blocks=blocks,
+            max_plan_bytes=max_plan_bytes,
+            max_model_len=self.max_model_len if not self.config.enable_chunked_prefill else 0,
+            boundaries=boundaries,
+            emit=self.events.append,
+        )
+        self.limits = self.scheduler.limits
         self.model = SimulatedModel(self.options, block_size=block_size, max_num_seqs=max_num_seqs, num_blocks=blocks)
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.outcomes: dict[str, list[Outcome]] = {}
         self.prompts: dict[str, list[int]] = {}
+        self.step_s = step_s
         self.now = 0.0
 
     def add(
@@ -60,6 +81,7 @@ class World:
         *,
         priority: int = 0,
         salt: str = "",
+        deadline_s: float | None = None,
         sampling: SamplingParams | None = None,
     ) -> Request:
         sampling = sampling or SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -77,31 +99,43 @@ class World:
             priority=priority,
             arrival_rank=self.scheduler.next_rank(),
             arrived_at=self.now,
+            deadline=None if deadline_s is None else self.now + deadline_s,
             sampling_bytes=sampling_bytes(sampling),
         )
         self.prompts[request_id] = prompt
         self.outcomes[request_id] = []
-        self.scheduler.add(request)
+        self.scheduler.add(request, self.now)
         check(self.scheduler)
         return request
 
     def submit(self) -> StepPlan | None:
         """Plans and submits one step, if there is one."""
-        plan = self.scheduler.plan()
-        if not plan:
+        self.expire()
+        message = checked_step(self.scheduler, self.now)
+        if message is None:
             return None
-        tokens, running = self.scheduler.counters.prompt_tokens_computed, len(self.scheduler.running)
-        message = self.scheduler.commit(plan, self.now)
-        check_realised(plan, self.scheduler, tokens, running)
-        check(self.scheduler)
         assert len(msgspec.msgpack.encode(message)) <= self.limits.max_plan_bytes, "a plan outgrew its message"
         self.plans.append(message)
         self.results.append(self.model.apply(message))
         return message
 
+    def expire(self) -> list[Outcome]:
+        """Does what time demands."""
+        outcomes = self.scheduler.expire(self.now)
+        for outcome in outcomes:
+            self.outcomes[outcome.request.request_id].append(outcome)
+        check(self.scheduler)
+        return outcomes
+
+    def wait(self) -> None:
+        """Lets time pass until the next deadline."""
+        when = self.scheduler.next_alarm()
+        assert when is not None, "nothing runs, nothing can be planned, and no time changes that: stuck"
+        self.now = max(self.now, when)
+
     def complete(self) -> list[Outcome]:
         """Takes the oldest result."""
-        self.now += 1.0
+        self.now += self.step_s
         outcomes = self.scheduler.complete(self.results.popleft(), self.now)
         for outcome in outcomes:
             self.outcomes[outcome.request.request_id].append(outcome)
@@ -110,7 +144,7 @@ class World:
         return outcomes
 
     def abort(self, request_id: str) -> None:
-        self.scheduler.abort(request_id)
+        self.scheduler.abort(request_id, self.now)
         check(self.scheduler)
 
     def run(self, *, depth: int = 2, most_steps: int = 10_000) -> int:
@@ -118,10 +152,12 @@ class World:
         for step in range(most_steps):
             while len(self.results) < depth and self.submit():
                 pass
-            if not self.results:
-                assert not self.scheduler.requests, "nothing runs and nothing can be planned: stuck"
+            if self.results:
+                self.complete()
+            elif self.scheduler.requests:
+                self.wait()
+            else:
                 return step
-            self.complete()
         raise AssertionError("did not come to an end")
 
     def check_tokens(self, request: Request) -> None:
@@ -132,6 +168,10 @@ class World:
 
     def output(self, request_id: str) -> list[int]:
         return [o.token_id for o in self.outcomes[request_id] if o.token_id is not None]
+
+    def named(self, kind: type[E]) -> list[E]:
+        """The events of one type so far."""
+        return [event for event in self.events if isinstance(event, kind)]
 
     @property
     def computed(self) -> int:
