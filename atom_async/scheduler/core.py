@@ -27,7 +27,7 @@ from atom_async.events.schema import (
 )
 from atom_async.wire.messages import StepPlan, StepResult, unpack_ints
 
-from .admission import Queues, Walk
+from .admission import Queues
 from .cost_model import CostModel
 from .counters import Counters
 from .hold_clock import HoldClock
@@ -36,7 +36,8 @@ from .limits import Limits
 from .message import PlanBuilder
 from .outcome import Outcome
 from .plan import Chunk, Plan
-from .policy import Hold, Policy
+from .planner import Planner
+from .policy import Policy
 from .request import Request, State
 from .results import StepInFlight, TokenTaker
 from .waits import BlockBoundaries, Boundaries
@@ -86,6 +87,7 @@ class Scheduler:
         )
         self.clock = HoldClock(interval=interval, counters=self.counters, emit=emit)
         self.in_flight: deque[StepInFlight] = deque()
+        self._planner = Planner(limits, policy, costs, self.boundaries)
         self._tokens = TokenTaker(pool, limits, self.counters, emit)
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.draining = False
@@ -102,10 +104,6 @@ class Scheduler:
     @property
     def num_queued(self) -> int:
         return len(self.requests) - len(self.running)
-
-    @property
-    def kv_usage(self) -> float:
-        return self.pool.owned / self.pool.num_blocks
 
     def next_rank(self) -> int:
         """Arrival rank for the next request; the order of calls is the order of arrival."""
@@ -139,30 +137,6 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan:
         """The next step, as the state allows it now. No side effects."""
-        plan = self._walk().run()
-        plan.pending_tokens = plan.prefill_tokens
-        plan.pending_requests = len(plan.chunks)
-        if plan.chunks:
-            pending = self.clock.pending(
-                plan,
-                now,
-                budget=self.limits.max_num_batched_tokens - (0 if self.limits.separate else len(plan.decodes)),
-                kv_usage=self.kv_usage,
-                draining=self.draining,
-                predicted_ms=self.costs.step_ms(plan.work),
-            )
-            plan.verdict = self.policy.gate(pending)
-            if isinstance(plan.verdict, Hold):
-                plan = self._without_prefill(plan)
-            elif self.limits.separate and len(plan.preempted) > len(plan.for_priority):
-                plan.drop_prefill()  # decodes that need the memory of others come first
-                plan.verdict = None
-            elif self.limits.separate:
-                plan.drop_decodes()
-        plan.predicted_ms = self.costs.step_ms(plan.work)
-        return plan
-
-    def _walk(self) -> Walk:
         intake = self.intake
         queues = Queues(
             pool=self.pool,
@@ -175,18 +149,7 @@ class Scheduler:
             idle=not self.in_flight,
             producers=intake.producers,
         )
-        return Walk(queues, self.limits, self.policy, self.costs, self.boundaries)
-
-    def _without_prefill(self, tentative: Plan) -> Plan:
-        """What runs while prefill is held: the tentative plan without its chunks and what they brought about."""
-        if not tentative.for_priority:
-            tentative.drop_prefill()
-            return tentative
-        plan = self._walk().run(prefill=False)
-        plan.pending_tokens, plan.pending_requests = tentative.pending_tokens, tentative.pending_requests
-        plan.verdict = tentative.verdict
-        plan.blocked, plan.deferred = tentative.blocked, tentative.deferred
-        return plan
+        return self._planner.plan(queues, self.clock, now, draining=self.draining)
 
     # Doing ---------------------------------------------------------------------------------------
 

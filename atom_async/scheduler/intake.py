@@ -33,10 +33,11 @@ from .waits import Boundaries, Wait, Waiters
 
 _rank = attrgetter("rank")
 
-LEAST_WAIT_S = 2.0
-WAIT_FACTOR = 8.0
-"""Of `prefix_wait_ms` left to us: a wait ends after this multiple of the producer's predicted time to the boundary,
-and not before LEAST_WAIT_S. It guards against a producer that does not get on, not against a slow one."""
+LEAST_WAIT_S = 30.0
+WAIT_FACTOR = 10.0
+"""Where `--prefix-wait-ms` is not set, a wait ends after this multiple of the producer's predicted time to the
+boundary, and not before LEAST_WAIT_S. Broken promises are told at once; this guards against a producer that does
+not get on, and must not end the waits for one that is only slow: they would all compute the same then."""
 
 
 class Alarm(Enum):

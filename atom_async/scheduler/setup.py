@@ -68,7 +68,10 @@ def load_policy(config: EngineConfig, costs: CostModel) -> Policy:
     factory = getattr(module, class_name, None)
     if factory is None:
         raise ValueError(f"--policy {config.policy!r}: {module_name} has no {class_name}")
-    policy: Policy = factory(config, costs)
+    try:
+        policy: Policy = factory(config, costs)
+    except TypeError as error:
+        raise ValueError(f"--policy {config.policy!r}: cannot be made with (config, costs): {error}") from error
     missing = [name for name in ("order", "gate", "bound") if not callable(getattr(policy, name, None))]
     if missing:
         raise ValueError(f"--policy {config.policy!r}: {class_name} has no {', '.join(missing)}()")

@@ -167,7 +167,7 @@ async def test_a_start_that_cannot_succeed_says_why() -> None:
     with pytest.raises(WorkerStartError, match="wrong"):
         await engine.start()
     settings = EngineConfig(device="simulated", max_num_seqs=64, max_num_batched_tokens=8)
-    with pytest.raises(WorkerStartError, match="at least max_num_seqs"):
+    with pytest.raises(WorkerStartError, match="at least --max-num-seqs"):
         await RemoteEngine(settings, FACTS, log_level="error").start()
     assert not psutil.Process().children()
 

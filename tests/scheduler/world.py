@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +21,6 @@ from atom_async.scheduler.waits import Boundaries
 from atom_async.wire.messages import StepPlan, StepResult
 from atom_async.wire.sampling import SamplingParams
 from atom_async.wire.simulation import SimulatedModel, SimulationOptions, expected_tokens
-
 
 E = TypeVar("E", bound=Event)
 
@@ -147,6 +147,12 @@ class World:
         self.scheduler.abort(request_id, self.now)
         check(self.scheduler)
 
+    def lose_steps(self) -> None:
+        """The workers die with the steps in flight and come back with the KV of all older ones."""
+        self.scheduler.lose_steps(self.now)
+        self.results.clear()
+        check(self.scheduler)
+
     def run(self, *, depth: int = 2, most_steps: int = 10_000) -> int:
         """Until nothing is left; returns the number of steps."""
         for step in range(most_steps):
@@ -159,6 +165,17 @@ class World:
             else:
                 return step
         raise AssertionError("did not come to an end")
+
+    def run_until(self, happened: Callable[[], bool], *, most_steps: int = 500) -> None:
+        """One step at a time."""
+        for _ in range(most_steps):
+            if happened():
+                return
+            if self.submit() is None and not self.results:
+                self.wait()
+            if self.results:
+                self.complete()
+        raise AssertionError("it did not happen")
 
     def check_tokens(self, request: Request) -> None:
         """What was sampled is what this prompt alone would have given."""
