@@ -96,7 +96,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1000.0
     prefix_wait_ms: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Meta(description="longest wait for a prefix that another request computes; default: 10 times what is predicted, at least 30 s"),
+        Meta(
+            description="longest wait for a prefix that another request computes; default: 10 times what is predicted"
+        ),
     ] = None
     coalesce_target_fill: Annotated[
         float,

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atom_async.api.constraints import accepted, constraints
+from atom_async.api.deadline import deadline_of, time_left
 from atom_async.api.decode import BodyDecoder
 from atom_async.api.errors import bad_request
 from atom_async.api.generation import Generation, answer, check_stream_fields, includes_usage
@@ -42,14 +43,23 @@ BODY = BodyDecoder(ChatRequest)
 
 async def chat_completions(request: Request) -> Response | SseReply:
     state: ServerState = request.app.state.server
+    arrived_at = state.metrics.clock()
     body = await BODY.read(request)
+    deadline_ms = deadline_of(request, body)
     served = state.accepting_for(body.model)
     _check(body)
     tools = tool_plan(body, served.text.tool_call_parser, constraints(body, body.response_format))
     plan = await _plan(body, served, tools, state.engine_config.max_logprobs)
     answer_id = new_id("chatcmpl")
     sequences = make_sequences(
-        state, served, body, answer_id, [plan], text_rules(body), continues_text=bool(body.continue_final_message)
+        state,
+        served,
+        body,
+        answer_id,
+        [plan],
+        text_rules(body),
+        continues_text=bool(body.continue_final_message),
+        deadline_ms=time_left(deadline_ms, state.metrics.clock() - arrived_at),
     )
     generation = Generation(served, sequences, answer_id, body.n or 1)
     return await answer(request, body, generation, ChatShape(body, generation, tools))

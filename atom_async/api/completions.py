@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atom_async.api.constraints import accepted, constraints
+from atom_async.api.deadline import deadline_of, time_left
 from atom_async.api.decode import BodyDecoder
 from atom_async.api.errors import bad_request
 from atom_async.api.generation import Generation, answer, check_stream_fields, includes_usage
@@ -28,12 +29,23 @@ BODY = BodyDecoder(CompletionRequest)
 
 async def completions(request: Request) -> Response | SseReply:
     state: ServerState = request.app.state.server
+    arrived_at = state.metrics.clock()
     body = await BODY.read(request)
+    deadline_ms = deadline_of(request, body)
     served = state.accepting_for(body.model)
     _check(body)
     plans = await _plans(body, served, state.engine_config.max_logprobs)
     answer_id = new_id("cmpl")
-    sequences = make_sequences(state, served, body, answer_id, plans, text_rules(body), continues_text=True)
+    sequences = make_sequences(
+        state,
+        served,
+        body,
+        answer_id,
+        plans,
+        text_rules(body),
+        continues_text=True,
+        deadline_ms=time_left(deadline_ms, state.metrics.clock() - arrived_at),
+    )
     generation = Generation(served, sequences, answer_id, body.n or 1)
     return await answer(request, body, generation, CompletionShape(body, generation))
 

@@ -152,6 +152,7 @@ def make_sequences(
     rules: TextRules,
     *,
     continues_text: bool,
+    deadline_ms: float | None = None,
 ) -> list[Sequence]:
     """All choices in OpenAI's order: those of the first prompt first. Nothing is submitted yet."""
     sequences: list[Sequence] = []
@@ -167,6 +168,7 @@ def make_sequences(
                 sampling=with_seed(plan.sampling, seed),
                 cache_salt=body.cache_salt or "",
                 priority=body.priority or 0,
+                deadline_ms=deadline_ms,
             )
             assembler: TextAssembler[TokenLogprob] = TextAssembler(
                 served.tokenizer,

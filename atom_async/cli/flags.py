@@ -29,6 +29,18 @@ ALIASES = {
 }
 """Further spellings of a flag, as users of other servers type them."""
 
+ATOM_VARIABLES = {
+    "ATOM_PREFILL_DELAYER_TARGET_FILL": "coalesce_target_fill",
+    "ATOM_PREFILL_DELAYER_MAX_QUEUE_MS": "prefill_max_queue_ms",
+    "ATOM_PREFILL_DELAYER_KV_HIGH_WATERMARK": "kv_high_watermark",
+    "ATOM_PREFILL_DELAYER_TOKEN_USAGE_LOW_WATERMARK": "kv_low_watermark",
+}
+"""ATOM's own names of settings that mean the same here."""
+
+ENABLE_DELAYER = "ATOM_ENABLE_PREFILL_DELAYER"
+DELAYER_FILL = 0.5
+"""--coalesce-target-fill where ATOM's variable turns holding on and nothing says how far."""
+
 TICK_COUNTED = {
     "ATOM_PREFILL_DELAYER_TTFT_MAX_TICKS": "coalesce_max_hold_ms",
     "ATOM_PREFILL_DELAYER_PARTIAL_MAX_TICKS": "partial_max_hold_ms",
@@ -124,6 +136,7 @@ def _shown_default(setting: Setting) -> str:
 def load_config(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[EngineConfig, ServeConfig]:
     """The settings: flag, else environment variable, else default. Raises ConfigError."""
     _refuse_ticks(environ)
+    environ = _translated(environ)
     given = dict(vars(args))
     model = given.pop("model_argument", None)
     if model is not None and given.get("model") not in (None, model):
@@ -173,19 +186,42 @@ def _size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def _translated(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment with ATOM's variables under our names."""
+    ours = dict(environ)
+    for theirs, setting in ATOM_VARIABLES.items():
+        name = PREFIX + setting.upper()
+        if theirs in environ:
+            if ours.get(name, environ[theirs]) != environ[theirs]:
+                raise ConfigError(f"{theirs} is {environ[theirs]} and {name} is {ours[name]}: unset one of them")
+            ours[name] = environ[theirs]
+    if ENABLE_DELAYER not in environ:
+        return ours
+    fill = PREFIX + "COALESCE_TARGET_FILL"
+    try:
+        enabled = _boolean(environ[ENABLE_DELAYER])
+    except ValueError as error:
+        raise ConfigError(f"{ENABLE_DELAYER} {environ[ENABLE_DELAYER]!r}: {error}") from error
+    if enabled:
+        ours.setdefault(fill, str(DELAYER_FILL))
+    else:
+        ours[fill] = "0"
+    return ours
+
+
 def _refuse_ticks(environ: Mapping[str, str]) -> None:
     for name, setting in TICK_COUNTED.items():
         if name in environ:
             raise ConfigError(
                 f"{name} counts scheduler ticks, and here nothing ticks: unset it. The same bound in milliseconds "
-                f"is the coalescer's {setting} ({PREFIX}{setting.upper()}), which this version does not have yet"
+                f"is --{setting.replace('_', '-')} ({PREFIX}{setting.upper()})"
             )
 
 
 def environment_warnings(environ: Mapping[str, str]) -> list[str]:
     """One line for each ATOM_* variable that means nothing here, to be logged at start."""
     known = {setting.variable for config in (EngineConfig, ServeConfig) for setting in settings_of(config)}
-    known |= OTHER_VARIABLES
+    known |= OTHER_VARIABLES | ATOM_VARIABLES.keys() | {ENABLE_DELAYER}
     warnings = []
     for name in sorted(environ):
         if name.startswith(PREFIX) and name not in known and name not in TICK_COUNTED:

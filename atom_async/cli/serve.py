@@ -28,6 +28,7 @@ from atom_async.engine.workers import WorkerStartError
 from atom_async.model.catalog import FetchError
 from atom_async.model.progress import console_progress
 from atom_async.model.resolve import ResolvedModel, resolve_model
+from atom_async.scheduler.setup import describe
 from atom_async.telemetry.metrics import Metrics
 from atom_async.wire.messages import WorkerProgress
 
@@ -195,7 +196,8 @@ def _settings(config: EngineConfig, info: EngineInfo) -> str:
         "context": f"{info.max_model_len} tokens",
         "KV cache": f"{kv_tokens} tokens in {info.num_kv_blocks} blocks of {info.block_size}"
         + ("" if config.enable_prefix_caching else ", prefix caching off"),
-        "steps": f"mixed, up to {info.max_num_batched_tokens} tokens and {info.max_num_seqs} sequences, "
+        "policy": describe(config),
+        "steps": f"up to {info.max_num_batched_tokens} tokens and {info.max_num_seqs} sequences, "
         f"{config.max_steps_in_flight} in flight",
     }
     return "\n".join(f"  {name:9} {text}" for name, text in rows.items())

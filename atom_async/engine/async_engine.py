@@ -138,6 +138,7 @@ class AsyncEngine:
         ignore_eos: bool = False,
         priority: int = 0,
         cache_salt: str = "",
+        deadline_ms: float | None = None,
         **settings: Any,
     ) -> AsyncGenerator[TextOutput, None]:
         """Streams the answer to one prompt; leaving the loop early aborts the request.
@@ -147,8 +148,11 @@ class AsyncEngine:
             sampling: all settings at once, end_token_ids included; otherwise `settings` are fields of
                 SamplingParams, EOS ends the output unless `ignore_eos`, and a seed is drawn.
             stop: strings that end the text; they are not part of it.
+            priority: lower runs first.
+            deadline_ms: a request that has not been started by then ends with finish_reason `error`.
 
-        Raises ValueError for settings or prompts that make no sense, RequestRejected, EngineDraining, EngineDead.
+        Raises ValueError for settings or prompts that make no sense, RequestRejected, QueueFull,
+        EngineDraining, EngineDead.
         """
         ids = self._encode(prompt)
         params = self._params(sampling, settings, ignore_eos=ignore_eos)
@@ -158,6 +162,7 @@ class AsyncEngine:
             sampling=params,
             cache_salt=cache_salt,
             priority=priority,
+            deadline_ms=deadline_ms,
         )
         assembler = TextAssembler[TokenLogprob](self.tokenizer, stop=stop, min_tokens=params.min_tokens)
         completion_tokens = 0

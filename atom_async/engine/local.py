@@ -315,7 +315,8 @@ class LocalEngine:
             if message is None:
                 break
             self._workers.submit(message, deadline_s=self._config.step_timeout)
-        self._set_alarm(scheduler.next_alarm())
+        has_room = len(scheduler.in_flight) < self._config.max_steps_in_flight
+        self._set_alarm(scheduler.next_alarm(holds=has_room))
         if not scheduler.requests:
             self._empty.set()
 

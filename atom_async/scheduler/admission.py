@@ -18,41 +18,19 @@ Memory rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-
-from atom_async.cache.pool import BlockPool
 
 from .cost_model import CostModel, chunk_pairs
 from .limits import BYTES_PER_INT, BYTES_PER_SEQUENCE, Limits
 from .plan import Chunk, Plan, Reuse
 from .policy import Policy, Prefill, StepBound
 from .prefixes import find_blocks
-from .queues import BlockedQueue
+from .queues import Queues
 from .request import Order, Request
 from .waits import Boundaries
 
 LOOK_AHEAD = 16
 """So many prefills may be passed over because nothing of them fits into what is left of the step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Queues:
-    """What a walk reads of the scheduler's state."""
-
-    pool: BlockPool
-    running: Sequence[Request]
-    """In rank order."""
-    ready: Sequence[Request]
-    instant: Sequence[Request]
-    """Ready, with at most one token to compute."""
-    blocked: BlockedQueue
-    reserved: Sequence[Request]
-    slots: int
-    idle: bool
-    """No step is in flight: nothing will free memory by itself."""
-    producers: dict[bytes, Request]
-    """Next block to compute -> who computes it."""
 
 
 class Walk:
@@ -81,6 +59,8 @@ class Walk:
         self._spare = len(queues.running)
         self._closed = False
         """No further newcomer is looked at."""
+        self._begun_tokens = 0
+        """That prompts already begun have left to compute."""
         self._look_ahead = LOOK_AHEAD
         self._victims = len(queues.running)
         """Running requests from this index on are preempted by this plan."""
@@ -170,6 +150,7 @@ class Walk:
         for request in self.running[: self._victims]:
             if not request.decoding:
                 self.blocks_promised += self._blocks_for(request, request.total)
+                self._begun_tokens += request.total - request.computed
 
     def _place_instants(self) -> None:
         reserved = self.queues.reserved
@@ -190,7 +171,7 @@ class Walk:
         work = self.plan.work
         if self.limits.separate:
             self.tokens_left += len(self.plan.decodes)
-        self.bound = self.policy.bound(work)
+        self.bound = self.policy.bound(work, self._begun_tokens + self.queues.queued_tokens)
         self.ms = self.costs.base_ms(0, 0) if self.limits.separate else self.costs.base_ms(work.decodes, work.kv_tokens)
         self._open_sources()
         while self._heap and self.tokens_left > 0 and self._look_ahead > 0:
@@ -347,25 +328,26 @@ class Walk:
         return request.slot >= 0 and any(request is victim for victim in self.running[victims:])
 
     def _reusable(self, request: Request) -> tuple[Reuse, bytes | None]:
-        """The longest prefix in the pool or, behind that, in this plan's own chunks; and the hash of the next
-        block, which it would have to compute."""
+        """The longest prefix in the pool or, behind that, in this plan's own chunks; and the hash of its
+        first block that nobody has submitted."""
         if not (self.limits.prefix_caching and request.reuses_prefix):
             return Reuse([], [], 0), None
         block_size = self.limits.block_size
         blocks = find_blocks(self.pool, request)
-        usable = self.boundaries.reusable(request, len(blocks) * block_size) // block_size
-        if usable < len(blocks):
-            blocks = blocks[:usable]
+        found = len(blocks)
+        del blocks[self.boundaries.reusable(request, found * block_size) // block_size :]
         planned: list[tuple[Request, int]] = []
         if self.boundaries.pending_reusable:
-            for block_hash in request.chain[len(blocks) :]:
+            for block_hash in request.chain[found:]:
                 source = self._planned.get(block_hash)
                 if source is None:
                     break
                 planned.append(source)
         covered = len(blocks) + len(planned)
-        next_hash = request.chain[covered] if covered < len(request.chain) else None
-        return Reuse(blocks, planned, covered * block_size), next_hash
+        known = max(found, covered)
+        return Reuse(blocks, planned, covered * block_size), request.chain[known] if known < len(
+            request.chain
+        ) else None
 
     # Chunks --------------------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from atom_async.events.schema import (
 )
 from atom_async.wire.messages import StepPlan, StepResult, unpack_ints
 
-from .admission import Queues
 from .cost_model import CostModel
 from .counters import Counters
 from .hold_clock import HoldClock
@@ -38,6 +37,7 @@ from .outcome import Outcome
 from .plan import Chunk, Plan
 from .planner import Planner
 from .policy import Policy
+from .queues import Queues
 from .request import Request, State
 from .results import StepInFlight, TokenTaker
 from .waits import BlockBoundaries, Boundaries
@@ -145,6 +145,7 @@ class Scheduler:
             instant=intake.instant,
             blocked=intake.blocked,
             reserved=intake.reserved,
+            queued_tokens=intake.queued_tokens,
             slots=len(self.free_slots),
             idle=not self.in_flight,
             producers=intake.producers,
@@ -340,6 +341,13 @@ class Scheduler:
             self._preempt(request, "step_failed", now)
         self.intake.settle(now)
 
+    def withdraw(self, request_id: str, outcome: ReleaseOutcome, now: float) -> None:
+        """The model will not keep the boundaries that this producer promised: its waiters go on by themselves."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self.intake.release_waiters(request, outcome, now)
+            self.intake.settle(now)
+
     # Leaving -------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> list[Outcome]:
@@ -354,10 +362,11 @@ class Scheduler:
         self.intake.settle(now)
         return outcomes
 
-    def next_alarm(self) -> float | None:
-        """When `expire` or a held prefill wants a turn, if nothing happens before."""
-        times = [when for when in (self.intake.next_alarm(), self.clock.until) if when is not None]
-        return min(times, default=None)
+    def next_alarm(self, *, holds: bool = True) -> float | None:
+        """When `expire`, or with `holds` a held prefill, wants a turn if nothing happens before. While the
+        pipeline has no room, the end of a hold is of no use."""
+        times = [self.intake.next_alarm(), self.clock.until if holds else None]
+        return min((when for when in times if when is not None), default=None)
 
     def abort(self, request_id: str, now: float, reason: str = "") -> Request | None:
         """Ends a request in whatever state it is; its memory is free when this returns. None: not alive."""

@@ -6,10 +6,10 @@
 A chunk of n tokens behind a context of P attends n * (P + n/2) pairs. The two kinds have fixed costs of their
 own: between machines they differ by twenty times, and what a step may hold follows from them.
 
-Each kind is a weighted least-squares fit of three coefficients that cannot be negative, over exponentially
-forgotten normal equations, in relative units so that short steps count as much as long ones. Outliers are
-weighed down (Huber's function on the relative residual, with a running scale). A weak pull towards a prior
-keeps directions that the data does not show (equal batch sizes all day) at a sane ratio.
+Each kind is a weighted least-squares fit of three coefficients that cannot be negative, over normal equations that
+forget exponentially within each size of step, in relative units so that short steps count as much as long ones.
+Outliers are weighed down (Huber, "Robust estimation of a location parameter", 1964: the linear tail beyond a few
+scales). A weak pull towards a prior keeps directions that the data does not show at a sane ratio.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ DECODE_PRIOR: Vector = (8.0, 0.05, 10.0)
 """ms, ms per sequence, ms per million attended tokens: an accelerator of middle size."""
 PREFILL_PRIOR: Vector = (5.0, 50.0, 300.0)
 """ms, ms per thousand prompt tokens, ms per billion attended pairs."""
-PRIOR_WEIGHT = 0.05
-"""Of one observation with a relative error of 1."""
-FORGETTING = 0.985
-"""Weight of the past per observation: about the last 70 count."""
+PRIOR_WEIGHT = 1e-4
+"""Against one observation: a coefficient may be a hundred times what the prior's proportions say."""
+FORGETTING = 0.85
+"""Weight of the past per observation of the same size: about the last seven count."""
+STALE = 5000
+"""A size not seen for so many observations is forgotten."""
 HUBER = 2.5
 """Residuals beyond this many scales count linearly."""
 EAGER_FITS = 24
@@ -55,51 +57,87 @@ def chunk_pairs(start: int, length: int) -> float:
     return length * (start + length / 2)
 
 
+@dataclass(slots=True)
+class Cell:
+    """Normal equations of the observations of one size, the recent ones counting most."""
+
+    a: list[float]
+    """Upper triangle of the 3 x 3 matrix, row by row."""
+    b: list[float]
+    seen_at: int = 0
+    scale: float = 1.0
+    """Running mean of the relative error here: what is far beyond it is an outlier, what is always off is not."""
+
+
+_TRIANGLE = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
+
+
 class Fit:
-    """Non-negative weighted least squares of y on three features, over the recent past."""
+    """Non-negative weighted least squares of y on three features.
+
+    Observations are kept by size, so that a thousand equal steps do not wash out what a few others showed: it is
+    the difference between sizes that tells a fixed cost from a marginal one, and a model that forgets it decides
+    for the sizes that it then only sees.
+    """
 
     def __init__(self, prior: Vector) -> None:
         self._prior = prior
         self.coefficients: Vector = prior
         self.observations = 0
-        self.scale = 0.1
-        """Running mean of the relative error."""
-        self._a = [[0.0] * 3 for _ in range(3)]
-        self._b = [0.0] * 3
-        self._stale = False
+        self._cells: dict[tuple[int, int], Cell] = {}
+        """By size, least recently seen first."""
 
     def predict(self, x: Vector) -> float:
         c = self.coefficients
         return c[0] * x[0] + c[1] * x[1] + c[2] * x[2]
 
-    def observe(self, x: Vector, y: float) -> None:
-        """One step: features and milliseconds."""
+    def observe(self, size: tuple[int, int], x: Vector, y: float) -> None:
+        """One step: what it is remembered under, its features, and its milliseconds."""
         if y <= 0:
             return
         error = abs(y - self.predict(x)) / y
         weight = 1.0 / (y * y)
-        if self.observations >= EAGER_FITS and error > HUBER * self.scale:
-            weight *= HUBER * self.scale / error
-        if self.observations:
-            self.scale += 0.05 * (min(error, 1.0) - self.scale)
-            self.scale = max(self.scale, 0.005)
+        cell = self._cells.pop(size, None) or Cell([0.0] * 6, [0.0] * 3)
+        self._cells[size] = cell
+        if error > HUBER * cell.scale:
+            weight *= HUBER * cell.scale / error
+        cell.scale = max(cell.scale + 0.2 * (min(error, 1.0) - cell.scale), 0.01)
         self.observations += 1
+        cell.seen_at = self.observations
+        for k, (i, j) in enumerate(_TRIANGLE):
+            cell.a[k] = FORGETTING * cell.a[k] + weight * x[i] * x[j]
         for i in range(3):
-            row, scaled = self._a[i], x[i] * weight
-            for j in range(3):
-                row[j] = FORGETTING * row[j] + scaled * x[j]
-            self._b[i] = FORGETTING * self._b[i] + scaled * y
+            cell.b[i] = FORGETTING * cell.b[i] + weight * x[i] * y
         if self.observations <= EAGER_FITS or self.observations % FIT_EVERY == 0:
             self._solve()
 
     def _solve(self) -> None:
-        a = [row[:] for row in self._a]
-        b = self._b[:]
-        for i, prior in enumerate(self._prior):
-            pull = PRIOR_WEIGHT / (prior * prior)
-            a[i][i] += pull
-            b[i] += pull * prior
+        oldest = next(iter(self._cells))
+        if self.observations - self._cells[oldest].seen_at > STALE:
+            del self._cells[oldest]
+        a = [[0.0] * 3 for _ in range(3)]
+        b = [0.0] * 3
+        for cell in self._cells.values():
+            for k, (i, j) in enumerate(_TRIANGLE):
+                a[i][j] += cell.a[k]
+            for i in range(3):
+                b[i] += cell.b[i]
+        for i in range(3):
+            for j in range(i):
+                a[i][j] = a[j][i]
+        self._pull_to_prior(a, b)
         self.coefficients = _non_negative(a, b)
+
+    def _pull_to_prior(self, a: list[list[float]], b: list[float]) -> None:
+        """Weakly, and towards the prior's proportions at the speed of this machine, which may be any."""
+        prior = self._prior
+        curvature = sum(prior[i] * a[i][j] * prior[j] for i in range(3) for j in range(3))
+        speed = sum(prior[i] * b[i] for i in range(3)) / curvature
+        for i in range(3):
+            expected = speed * prior[i]
+            pull = PRIOR_WEIGHT / (expected * expected)
+            a[i][i] += pull
+            b[i] += pull * expected
 
 
 def _non_negative(a: list[list[float]], b: list[float]) -> Vector:
@@ -162,11 +200,13 @@ class CostModel:
         error = min(abs(predicted_ms - elapsed_ms) / elapsed_ms, 10.0)
         self.error += (error - self.error) * max(0.02, 1 / self._observed)
         if not work.prefill_tokens:
-            self.decode.observe((1.0, work.decodes, work.kv_tokens / 1e6), elapsed_ms)
+            size = (work.decodes.bit_length(), work.kv_tokens.bit_length())
+            self.decode.observe(size, (1.0, work.decodes, work.kv_tokens / 1e6), elapsed_ms)
             return
         decoding = self._decode_terms(work.decodes, work.kv_tokens)
         rest = max(elapsed_ms - decoding, 0.1 * elapsed_ms)
-        self.prefill.observe((1.0, work.prefill_tokens / 1e3, work.pairs / 1e9), rest)
+        size = (work.prefill_tokens.bit_length(), int(work.pairs / work.prefill_tokens).bit_length())
+        self.prefill.observe(size, (1.0, work.prefill_tokens / 1e3, work.pairs / 1e9), rest)
 
     def step_ms(self, work: StepWork) -> float:
         if not work.prefill_tokens:

@@ -123,14 +123,13 @@ class Intake:
         insert(request.home, request)
 
     def _look_up(self, request: Request) -> tuple[int, bytes | None]:
-        """Tokens present for it, and the hash of the block behind them."""
+        """Tokens that it can reuse, and the hash of its first block that nobody has submitted."""
         if not self._limits.prefix_caching:
             return 0, None
         block_size = self._limits.block_size
-        found = len(find_blocks(self._pool, request)) * block_size
-        present = self.boundaries.reusable(request, found) if request.reuses_prefix else 0
-        index = present // block_size if request.reuses_prefix else found // block_size
-        return present, request.chain[index] if index < len(request.chain) else None
+        found = len(find_blocks(self._pool, request))
+        present = self.boundaries.reusable(request, found * block_size) if request.reuses_prefix else 0
+        return present, request.chain[found] if found < len(request.chain) else None
 
     def _order(self, request: Request, present: int) -> Order:
         uncached = request.total - min(present, request.total - 1)

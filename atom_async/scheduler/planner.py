@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from .admission import Queues, Walk
+from .admission import Walk
 from .cost_model import CostModel
 from .hold_clock import HoldClock
 from .limits import Limits
 from .plan import Plan
 from .policy import Hold, Policy
+from .queues import Queues
 from .waits import Boundaries
 
 

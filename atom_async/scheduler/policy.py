@@ -96,8 +96,9 @@ class Policy(Protocol):
         """Whether the plan's prefill runs now. Asked only when pending.tokens > 0."""
         ...
 
-    def bound(self, work: StepWork) -> StepBound | None:
-        """For a step with these decodes and no prompt tokens yet; None: the token budget alone bounds it."""
+    def bound(self, work: StepWork, backlog_tokens: int) -> StepBound | None:
+        """For a step with these decodes and no prompt tokens yet, while `backlog_tokens` of prompts are begun or
+        queued; None: the token budget alone bounds it."""
         ...
 
 
@@ -174,21 +175,21 @@ class DefaultPolicy:
             deadlines.append((grown_at + config.coalesce_quiet_ms / 1e3, "quiet"))
         return deadlines
 
-    def bound(self, work: StepWork) -> StepBound | None:
+    def bound(self, work: StepWork, backlog_tokens: int) -> StepBound | None:
         config, costs = self._config, self._costs
         least = max(config.block_size, config.max_num_batched_tokens // 32)
+        if not work.decodes:
+            return None
         if self.separate:
-            if self._gap_s is None or not work.decodes:
+            if self._gap_s is None:
                 return None
             room = self._gap_s * 1e3 - costs.decode_ms(work.decodes, work.kv_tokens)
             return StepBound(room, room, least)
-        if not work.decodes:
-            return None
         target = config.itl_target_ms
         if target == "off":
             bound = None
         elif target == "auto":
-            bound = self._auto_bound(work, least)
+            bound = self._auto_bound(work, backlog_tokens, least)
         else:
             bound = StepBound(float(target), float(target), least)
         if self._gap_s is None:
@@ -198,22 +199,23 @@ class DefaultPolicy:
             return StepBound(gap_ms, gap_ms, least)
         return StepBound(min(bound.finishing_ms, gap_ms), min(bound.unfinished_ms, gap_ms), least)
 
-    def _auto_bound(self, work: StepWork, least: int) -> StepBound:
-        """From the fit: a chunk may stretch a step by a part of a decode-only step, or by a multiple of what a
-        prefill costs before its first token, whichever is more. The larger that fixed cost, the fewer and
-        larger the chunks must be to pay for it; where there is none, small chunks are free."""
+    def _auto_bound(self, work: StepWork, backlog_tokens: int, least: int) -> StepBound:
+        """From the fit. A chunk may stretch a step by a multiple of a decode-only step, the larger the more
+        prefill waits, so that it gets the share of time it needs to clear within HORIZON_MS; or by a multiple of
+        what a prefill costs before its first token, if that is more: the larger that fixed cost, the fewer and
+        larger the chunks must be to pay for it. A chunk that ends its prompt may stretch it further."""
         decode_ms = self._costs.decode_ms(work.decodes, work.kv_tokens)
         base_ms = self._costs.base_ms(work.decodes, work.kv_tokens)
         fixed_ms = max(base_ms - decode_ms, 0.0)
-        return StepBound(
-            finishing_ms=max(FINISHING_STRETCH * decode_ms, base_ms + FINISHING_FIXED * fixed_ms),
-            unfinished_ms=max(UNFINISHED_STRETCH * decode_ms, base_ms + UNFINISHED_FIXED * fixed_ms),
-            least_tokens=least,
-        )
+        share = min(self._costs.tokens_ms(backlog_tokens, 0.0) / HORIZON_MS, MOST_SHARE)
+        stretch = max(LEAST_STRETCH, 1 / (1 - share))
+        unfinished_ms = max(stretch * decode_ms, base_ms + PAYING * fixed_ms)
+        return StepBound(max(FINISHING_STRETCH * decode_ms, unfinished_ms), unfinished_ms, least)
 
 
+HORIZON_MS = 2000.0
+MOST_SHARE = 0.875
+LEAST_STRETCH = 1.75
 FINISHING_STRETCH = 6.0
-UNFINISHED_STRETCH = 1.75
-FINISHING_FIXED = 4.0
-UNFINISHED_FIXED = 2.0
+PAYING = 8.0
 """Of the automatic step bound; docs/decisions/0009 has the measurements they come from."""

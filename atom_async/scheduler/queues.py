@@ -6,8 +6,11 @@ Both are kept in order, so that a walk takes the first without looking at the re
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
+
+from atom_async.cache.pool import BlockPool
 
 from .request import Request
 
@@ -91,3 +94,24 @@ class BlockedQueue:
                 break
             classes.append(members)
         return classes
+
+
+@dataclass(frozen=True, slots=True)
+class Queues:
+    """What a walk reads of the scheduler's state."""
+
+    pool: BlockPool
+    running: Sequence[Request]
+    """In rank order."""
+    ready: Sequence[Request]
+    instant: Sequence[Request]
+    """Ready, with at most one token to compute."""
+    blocked: BlockedQueue
+    reserved: Sequence[Request]
+    queued_tokens: int
+    """To compute, of all who are queued."""
+    slots: int
+    idle: bool
+    """No step is in flight: nothing will free memory by itself."""
+    producers: dict[bytes, Request]
+    """Next block to compute -> who computes it."""

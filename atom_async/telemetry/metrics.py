@@ -135,6 +135,11 @@ class PrometheusCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=names.LABELS)
             counter.add_metric(self._labels, getattr(stats, field))
             yield counter
+        for name, (field, label, text) in names.STAT_COUNTERS_BY.items():
+            counter = CounterMetricFamily(name, text, labels=(*names.LABELS, label))
+            for value, count in getattr(stats, field).items():
+                counter.add_metric((*self._labels, value), count)
+            yield counter
         rejected = CounterMetricFamily(*names.REJECTED, labels=names.LABELS)
         rejected.add_metric(self._labels, self._metrics.rejected)
         yield rejected

@@ -16,6 +16,10 @@ STAT_GAUGES = {
     "atom:kv_blocks_used": ("kv_blocks_used", "KV blocks held by live requests"),
     "atom:kv_blocks_cached": ("kv_blocks_cached", "KV blocks that are unreferenced and reusable"),
     "atom:kv_blocks_total": ("kv_blocks_total", "All KV blocks"),
+    "atom:requests_parked": ("parked", "Requests waiting for a prefix that another one computes"),
+    "atom:requests_blocked": ("blocked", "Requests waiting for memory"),
+    "atom:queued_tokens": ("queued_tokens", "Prompt tokens to compute, of all requests that wait"),
+    "atom:step_prediction_error": ("prediction_error", "Running mean of |predicted - measured| / measured step time"),
     "atom:draining": ("draining", "1 while the engine takes no new requests"),
 }
 """Name: (field of EngineStats, help)."""
@@ -31,9 +35,23 @@ STAT_COUNTERS = {
     "vllm:num_preemptions": ("preemptions", "Requests preempted to free memory"),
     "atom:prompt_tokens_computed": ("prompt_tokens_computed", "Prompt tokens computed, hence not cached"),
     "atom:steps": ("steps", "Steps submitted"),
+    "atom:requests_expired": ("expired", "Requests whose deadline passed in the queue"),
+    "atom:prefix_waits": ("prefix_waits", "Times that a request was parked behind another's prefix"),
+    "atom:prefill_holds": ("prefill_holds", "Times that ready prefill was held back"),
     "atom:requests_aborted": ("aborted", "Requests aborted in the engine"),
 }
 """Name: (field of EngineStats, help)."""
+
+STAT_COUNTERS_BY = {
+    "atom:prefix_wait_outcomes": ("prefix_wait_outcomes", "outcome", "Ends of waits for a prefix, by outcome"),
+    "atom:prefix_waits_declined": (
+        "prefix_waits_declined",
+        "reason",
+        "Times that a request computed what another one was computing already, by reason",
+    ),
+    "atom:prefill_fires": ("prefill_fires", "reason", "Prefill-carrying steps, by what let them go"),
+}
+"""Name: (field of EngineStats that maps label values to counts, label, help)."""
 
 REQUEST_SUCCESS = ("vllm:request_success", "Requests that ended, by reason")
 REJECTED = ("atom:requests_rejected", "Requests that the engine refused or lost before they began")

@@ -46,6 +46,25 @@ VALUES: dict[str, tuple[str, Any]] = {
     "chat_template": ("t.jinja", "t.jinja"),
     "tool_call_parser": ("hermes", "hermes"),
     "max_logprobs": ("5", 5),
+    "max_chunk_tokens": ("512", 512),
+    "step_policy": ("separate", "separate"),
+    "itl_target_ms": ("25.5", "25.5"),
+    "queue_policy": ("fcfs", "fcfs"),
+    "overtake_factor": ("1.5", 1.5),
+    "max_bypass_ms": ("250", 250.0),
+    "prefix_wait_ms": ("2000", 2000.0),
+    "coalesce_target_fill": ("0.5", 0.5),
+    "coalesce_quiet_ms": ("5", 5.0),
+    "coalesce_max_hold_ms": ("100", 100.0),
+    "prefill_max_queue_ms": ("500", 500.0),
+    "partial_max_hold_ms": ("50", 50.0),
+    "kv_high_watermark": ("0.8", 0.8),
+    "kv_low_watermark": ("0.1", 0.1),
+    "prefill_decode_interval": ("4", 4),
+    "max_decode_gap_ms": ("200", 200.0),
+    "policy": ("mine:Policy", "mine:Policy"),
+    "max_queued_requests": ("1000", 1000),
+    "max_queued_tokens": ("1000000", 1000000),
     "drain_timeout": ("0", 0.0),
     "failure_linger": ("1", 1.0),
     "log_level": ("debug", "debug"),
@@ -133,8 +152,41 @@ def test_what_cannot_be_names_its_source(arguments: list[str], environ: dict[str
 
 @pytest.mark.parametrize("name", sorted(TICK_COUNTED))
 def test_tick_counted_variables_stop_the_start(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}.*{TICK_COUNTED[name]}"):
+    with pytest.raises(ConfigError, match=f"{name}.*--{TICK_COUNTED[name].replace('_', '-')}"):
         load(**{name: "5"})
+
+
+def test_atoms_own_variables_set_the_same_here() -> None:
+    environ = {
+        "ATOM_ENABLE_PREFILL_DELAYER": "1",
+        "ATOM_PREFILL_DECODE_INTERVAL": "4",
+        "ATOM_PREFILL_DELAYER_MAX_QUEUE_MS": "700",
+        "ATOM_PREFILL_DELAYER_KV_HIGH_WATERMARK": "0.8",
+        "ATOM_PREFILL_DELAYER_TOKEN_USAGE_LOW_WATERMARK": "0.1",
+    }
+    config, _ = load(**environ)
+    assert (config.coalesce_target_fill, config.prefill_decode_interval, config.prefill_max_queue_ms) == (0.5, 4, 700)
+    assert (config.kv_high_watermark, config.kv_low_watermark) == (0.8, 0.1)
+    assert environment_warnings(environ) == []
+    config, _ = load(**environ, ATOM_PREFILL_DELAYER_TARGET_FILL="0.25")
+    assert config.coalesce_target_fill == 0.25
+    config, _ = load(ATOM_ENABLE_PREFILL_DELAYER="0", ATOM_PREFILL_DELAYER_TARGET_FILL="0.25")
+    assert config.coalesce_target_fill == 0
+    config, _ = load("--coalesce-target-fill", "0.75", ATOM_ENABLE_PREFILL_DELAYER="1")
+    assert config.coalesce_target_fill == 0.75
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"ATOM_ENABLE_PREFILL_DELAYER": "perhaps"}, "ATOM_ENABLE_PREFILL_DELAYER"),
+        ({"ATOM_PREFILL_DELAYER_MAX_QUEUE_MS": "5", "ATOM_PREFILL_MAX_QUEUE_MS": "6"}, "unset one of them"),
+        ({"ATOM_PREFILL_DELAYER_TARGET_FILL": "7"}, "<= 1"),
+    ],
+)
+def test_atoms_own_variables_are_checked(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(**environ)
 
 
 def test_unknown_variables_are_pointed_out() -> None:

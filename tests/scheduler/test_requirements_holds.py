@@ -138,9 +138,8 @@ def test_h4_both_sides_get_on(policy: str) -> None:
         **UNBOUNDED | {"prefill_max_queue_ms": 500.0, "partial_max_hold_ms": 300.0},
     )
     decoding(world, tokens=500)
-    number, last_decode, gaps = 0, world.now, []
-    for _ in range(200):
-        number += 1
+    last_decode, gaps = world.now, []
+    for number in range(200):
         world.add(f"p{number}", [1000 * number + i for i in range(300)], max_tokens=1)
         plan = world.submit()
         assert plan is not None

@@ -59,7 +59,7 @@ def test_w2_a_stampede_costs_the_ideal(arrival: str) -> None:
 def test_w3_no_wait_without_a_promise(ending: str) -> None:
     world = World(blocks=256, budget=16)
     prompt = begin(world)
-    waiters = [world.add(f"w{number}", prompt[:200] + [900 + number]) for number in range(3)]
+    waiters = [world.add(f"w{number}", [*prompt[:200], 900 + number]) for number in range(3)]
     assert all(w.state is State.PARKED for w in waiters)
     deadlines = [w.wait_deadline for w in waiters]
     if ending == "aborted":
@@ -134,7 +134,7 @@ def test_w7_waiters_do_no_work() -> None:
     world = World(blocks=4096, block_size=16, budget=128, max_num_seqs=8, step_s=0.01)
     prompt = begin(world, 30_000)
     for number in range(127):
-        world.add(f"w{number}", prompt[:29_984] + [100_000 + number])
+        world.add(f"w{number}", [*prompt[:29984], 100000 + number])
     waiters = [world.scheduler.requests[f"w{number}"] for number in range(127)]
     looked_up = [(w.found_as_of, len(w.found), len(w.chain)) for w in waiters]
     before = len(world.events)
@@ -171,9 +171,7 @@ def test_w8_every_declined_wait_has_a_reason() -> None:
 
 
 def test_w9_parking_is_not_prefilling() -> None:
-    world = World(
-        blocks=4096, block_size=16, budget=64, max_num_seqs=16, step_s=0.01, prefill_decode_interval=4
-    )
+    world = World(blocks=4096, block_size=16, budget=64, max_num_seqs=16, step_s=0.01, prefill_decode_interval=4)
     for number in range(4):
         world.add(f"d{number}", [number], max_tokens=500)
     world.submit()
@@ -208,7 +206,7 @@ def test_w10_a_step_that_never_ran_leaves_no_hash() -> None:
     world.scheduler.lose_steps(world.now)
     assert all(pool.find(h) is None for h in pending)
     late = world.add("late", [*prompt, 99])
-    assert [e for e in world.named(RequestArrived) if e.request_id == "late"][0].cached_tokens == 0
+    assert next(e for e in world.named(RequestArrived) if e.request_id == "late").cached_tokens == 0
     assert late.state is State.PARKED  # behind the producer, which starts over
     assert late.wait.producer.computed == 0
 

@@ -12,7 +12,7 @@ import msgspec
 from atom_async.cache.hashing import hash_chain, root_hash, split_chain
 from atom_async.config import EngineConfig
 from atom_async.engine.local import sampling_bytes
-from atom_async.events.schema import Event
+from atom_async.events.schema import Event, ReleaseOutcome
 from atom_async.scheduler.invariants import check, checked_step
 from atom_async.scheduler.outcome import Outcome
 from atom_async.scheduler.request import Request
@@ -145,6 +145,11 @@ class World:
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id, self.now)
+        check(self.scheduler)
+
+    def withdraw(self, producer: Request, outcome: ReleaseOutcome) -> None:
+        """The model takes back what it promised."""
+        self.scheduler.withdraw(producer.request_id, outcome, self.now)
         check(self.scheduler)
 
     def lose_steps(self) -> None:
