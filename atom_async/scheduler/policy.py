@@ -215,7 +215,7 @@ class DefaultPolicy:
 
 HORIZON_MS = 2000.0
 MOST_SHARE = 0.875
-LEAST_STRETCH = 1.75
-FINISHING_STRETCH = 6.0
+LEAST_STRETCH = 3.0
+FINISHING_STRETCH = 12.0
 PAYING = 8.0
 """Of the automatic step bound; docs/decisions/0009 has the measurements they come from."""
