@@ -141,10 +141,10 @@ class Scheduler:
         queues = Queues(
             pool=self.pool,
             running=self.running,
-            ready=intake.ready,
-            instant=intake.instant,
+            ready=intake.ready.items,
+            instant=intake.instant.items,
             blocked=intake.blocked,
-            reserved=intake.reserved,
+            reserved=intake.reserved.items,
             queued_tokens=intake.queued_tokens,
             slots=len(self.free_slots),
             idle=not self.in_flight,

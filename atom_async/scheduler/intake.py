@@ -27,7 +27,7 @@ from .counters import Counters
 from .limits import Limits
 from .policy import Policy, Prefill
 from .prefixes import common_blocks, find_blocks
-from .queues import BlockedQueue, insert, remove
+from .queues import BlockedQueue, OrderedQueue
 from .request import Order, Request, State
 from .waits import Boundaries, Wait, Waiters
 
@@ -72,12 +72,12 @@ class Intake:
         self.boundaries = boundaries
         self._counters = counters
         self._emit = emit
-        self.ready: list[Request] = []
+        self.ready = OrderedQueue()
         """In order; a walk may admit them."""
-        self.instant: list[Request] = []
+        self.instant = OrderedQueue()
         """Likewise, with at most one token to compute."""
         self.blocked = BlockedQueue()
-        self.reserved: list[Request] = []
+        self.reserved = OrderedQueue()
         """Blocked, and no longer to be passed."""
         self.parked = 0
         self.queued_tokens = 0
@@ -120,7 +120,7 @@ class Intake:
         self._count(request, request.total - min(present, request.total - 1))
         request.order = self._order(request, present)
         request.home = self.instant if request.uncached <= 1 else self.ready
-        insert(request.home, request)
+        request.home.add(request)
 
     def _look_up(self, request: Request) -> tuple[int, bytes | None]:
         """Tokens that it can reuse, and the hash of its first block that nobody has submitted."""
@@ -208,9 +208,9 @@ class Intake:
     def _hurry(self, producer: Request, urgency: Order) -> None:
         """A queued producer moves up to where its waiter would stand: waiting is never worse than computing."""
         if producer.home is not None and urgency < producer.order:
-            remove(producer.home, producer)
+            producer.home.remove(producer)
             producer.order = (urgency[0], urgency[1], producer.arrival_rank)
-            insert(producer.home, producer)
+            producer.home.add(producer)
 
     def _lead(self, request: Request, next_hash: bytes, now: float) -> None:
         """From now on whoever needs this block finds `request`, unless one of higher priority computes it."""
@@ -332,7 +332,7 @@ class Intake:
         self.blocked.remove(request)
         request.reserved = True
         request.home = self.reserved
-        insert(self.reserved, request)
+        self.reserved.add(request)
         self._counters.reserved += 1
         self._emit(
             RequestReserved(
@@ -362,21 +362,25 @@ class Intake:
 
     def end(self, request: Request, outcome: ReleaseOutcome, now: float) -> None:
         """It leaves for good, queued or running: nobody waits for it any more."""
-        if request.state is State.PARKED:
-            assert request.wait is not None
+        if request.home is not None:
+            self._leave_home(request)
+        elif request.wait is not None:
             assert request.wait.producer.waiters is not None
             request.wait.producer.waiters.remove(request)
             request.wait = None
             self.parked -= 1
-        elif request.queued:
+        elif request.state is State.BLOCKED:
             self._leave_home(request)
-        self._unlead(request)
-        self._count(request, 0)
-        self.release_waiters(request, outcome, now)
+        if request.leads is not None:
+            self._unlead(request)
+        self.queued_tokens -= request.uncached
+        request.uncached = 0
+        if request.waiters:
+            self.release_waiters(request, outcome, now)
 
     def _leave_home(self, request: Request) -> None:
         if request.home is not None:
-            remove(request.home, request)
+            request.home.remove(request)
             request.home = None
             request.reserved = False
         elif request.state is State.BLOCKED:

@@ -57,13 +57,13 @@ def checked_step(scheduler: Scheduler, now: float) -> StepPlan | None:
 def _check_queues(scheduler: Scheduler) -> None:
     running, intake = scheduler.running, scheduler.intake
     assert all(a.rank < b.rank for a, b in pairwise(running)), "running out of rank order"
-    places = [(running, State.RUNNING), (intake.ready, State.READY), (intake.instant, State.READY)]
-    places.append((intake.reserved, State.BLOCKED))
-    alive: list[Request] = []
+    assert all(r.state is State.RUNNING for r in running)
+    places = [(intake.ready, State.READY), (intake.instant, State.READY), (intake.reserved, State.BLOCKED)]
+    alive = list(running)
     for queue, state in places:
         assert all(r.state is state for r in queue), f"another state among {state.value}"
-        assert queue is running or all(r.home is queue for r in queue)
-        assert queue is running or all(a.order < b.order for a, b in pairwise(queue)), "queue out of order"
+        assert all(r.home is queue for r in queue)
+        assert all(a.order < b.order for a, b in pairwise(queue)), "queue out of order"
         alive += queue
     assert all(r.state is State.BLOCKED and r.home is None for r in intake.blocked)
     parked = [r for r in scheduler.requests.values() if r.state is State.PARKED]

@@ -8,24 +8,38 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from atom_async.cache.pool import BlockPool
 
-from .request import Request
-
-_order = attrgetter("order")
+from .request import Order, Request
 
 
-def insert(queue: list[Request], request: Request) -> None:
-    """Keeps `queue` sorted by `Request.order`."""
-    insort(queue, request, key=_order)
+class OrderedQueue:
+    """Requests sorted by their `order`, which must not change while they are in it."""
 
+    __slots__ = ("_orders", "items")
 
-def remove(queue: list[Request], request: Request) -> None:
-    position = bisect_left(queue, request.order, key=_order)
-    assert queue[position] is request
-    del queue[position]
+    def __init__(self) -> None:
+        self.items: list[Request] = []
+        self._orders: list[Order] = []
+        """Of the items: comparing these touches no request."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.items)
+
+    def add(self, request: Request) -> None:
+        position = bisect_left(self._orders, request.order)
+        self._orders.insert(position, request.order)
+        self.items.insert(position, request)
+
+    def remove(self, request: Request) -> None:
+        position = bisect_left(self._orders, request.order)
+        assert self.items[position] is request
+        del self._orders[position]
+        del self.items[position]
 
 
 def size_class(blocks: int) -> int:
@@ -43,7 +57,7 @@ class BlockedQueue:
     """
 
     def __init__(self) -> None:
-        self._classes: dict[int, list[Request]] = {}
+        self._classes: dict[int, OrderedQueue] = {}
         self._sizes: list[int] = []
         self._count = 0
         self.by_hash: dict[bytes, dict[str, Request]] = {}
@@ -59,9 +73,9 @@ class BlockedQueue:
     def add(self, request: Request) -> None:
         size = size_class(request.needed_blocks)
         if size not in self._classes:
-            self._classes[size] = []
+            self._classes[size] = OrderedQueue()
             insort(self._sizes, size)
-        insert(self._classes[size], request)
+        self._classes[size].add(request)
         self._count += 1
         if request.needs is not None:
             self.by_hash.setdefault(request.needs, {})[request.request_id] = request
@@ -69,7 +83,7 @@ class BlockedQueue:
     def remove(self, request: Request) -> None:
         size = size_class(request.needed_blocks)
         members = self._classes[size]
-        remove(members, request)
+        members.remove(request)
         self._count -= 1
         if not members:
             del self._classes[size]
@@ -87,7 +101,7 @@ class BlockedQueue:
         for size in self._sizes:
             if size > limit:
                 break
-            members = self._classes[size]
+            members = self._classes[size].items
             if size == limit:
                 if members[0].needed_blocks <= headroom:
                     classes.append(members[:1])

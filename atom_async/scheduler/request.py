@@ -12,6 +12,7 @@ from atom_async.wire.messages import SequenceLogprobs
 from atom_async.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from .queues import OrderedQueue
     from .waits import Wait, Waiters
 
 Order = tuple[int, float, int]
@@ -30,6 +31,9 @@ class State(Enum):
     FINISHED = "finished"
     ABORTED = "aborted"
     FAILED = "failed"
+
+    __hash__ = object.__hash__
+    """Members are single; Enum's own hash goes through the name, in Python."""
 
 
 _END = frozenset({State.FINISHED, State.ABORTED, State.FAILED})
@@ -82,7 +86,7 @@ class Request:
     """Its place, fixed when it was placed."""
     uncached: int = 0
     """Tokens to compute, as known when it was placed; 0 outside the queue."""
-    home: list[Request] | None = None
+    home: OrderedQueue | None = None
     """The queue it stands in, when that is a plain one."""
     leads: bytes | None = None
     """The hash of the next block it will compute, under which those who need it too find it."""

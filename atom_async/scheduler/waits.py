@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .queues import insert, remove
+from .queues import OrderedQueue
 from .request import Order, Request
 
 
@@ -38,33 +38,33 @@ class Waiters:
     def __init__(self) -> None:
         self.boundaries: list[int] = []
         """Ascending, in tokens."""
-        self._groups: dict[int, list[Request]] = {}
+        self._groups: dict[int, OrderedQueue] = {}
 
     def add(self, request: Request) -> None:
         assert request.wait is not None
         boundary = request.wait.boundary
         if boundary not in self._groups:
-            self._groups[boundary] = []
+            self._groups[boundary] = OrderedQueue()
             insort(self.boundaries, boundary)
-        insert(self._groups[boundary], request)
+        self._groups[boundary].add(request)
 
     def remove(self, request: Request) -> None:
         assert request.wait is not None
         boundary = request.wait.boundary
         members = self._groups[boundary]
-        remove(members, request)
+        members.remove(request)
         if not members:
             self._drop(boundary)
 
     def group(self, boundary: int) -> list[Request]:
-        return self._groups[boundary]
+        return self._groups[boundary].items
 
     def reached(self, tokens: int) -> Sequence[int]:
         """The boundaries at or below `tokens`."""
         return self.boundaries[: bisect_left(self.boundaries, tokens + 1)]
 
     def take(self, boundary: int) -> list[Request]:
-        members = self._groups[boundary]
+        members = self._groups[boundary].items
         self._drop(boundary)
         return members
 
@@ -72,7 +72,7 @@ class Waiters:
         return [request for boundary in self.boundaries for request in self._groups[boundary]]
 
     def most_urgent(self) -> Order | None:
-        urgencies = [members[0].wait.urgency for members in self._groups.values() if members[0].wait is not None]
+        urgencies = [q.items[0].wait.urgency for q in self._groups.values() if q.items[0].wait is not None]
         return min(urgencies, default=None)
 
     def _drop(self, boundary: int) -> None:
