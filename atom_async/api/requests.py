@@ -73,8 +73,8 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: Annotated[JsonObject | None, Meta(description="changes nothing, and is not kept")] = None
     priority: Annotated[int, Meta(ge=-(2**31), le=INT32_MAX, description="lower runs first; default 0")] | None = None
     deadline_ms: Annotated[
-        float | None,
-        Meta(gt=0, description="the request fails with 504 if it could not be started so long after its arrival"),
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="the request fails with 504 if it could not be started so long after its arrival"),
     ] = None
 
     guided_json: JsonObject | str | None = None
