@@ -185,8 +185,6 @@ class Walk:
             if not (self._go_on(request) if begun else self._consider(request)):
                 break
         self.plan.full = self.tokens_left <= 0 or not self._ms_left
-        if not self.plan and self.queues.idle and any(not r.decoding for r in self.running[: self._victims]):
-            self._unblock_begun()
 
     def _open_sources(self) -> None:
         heap = self._heap
@@ -411,15 +409,6 @@ class Walk:
         for boundary in producer.waiters.reached(end):
             group = producer.waiters.group(boundary)
             heappush(self._heap, (group[0].order, group, 0))
-
-    def _unblock_begun(self) -> None:
-        """Begun prompts hold all memory and none can go on: the lowest ranked ones give way to the first."""
-        begun = next(r for r in self.running[: self._victims] if not r.decoding)
-        while self.blocks_left < 1 and self.running[self._victims - 1] is not begun:
-            self._preempt_last()
-        if self.blocks_left >= 1:
-            self._closed = True
-            self._go_on(begun)
 
     def _blocks_for(self, request: Request, end: int) -> int:
         """Blocks that `request` lacks to hold its tokens up to `end`."""

@@ -147,7 +147,6 @@ class Scheduler:
             reserved=intake.reserved.items,
             queued_tokens=intake.queued_tokens,
             slots=len(self.free_slots),
-            idle=not self.in_flight,
             producers=intake.producers,
         )
         return self._planner.plan(queues, self.clock, now, draining=self.draining)

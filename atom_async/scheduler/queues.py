@@ -125,7 +125,5 @@ class Queues:
     queued_tokens: int
     """To compute, of all who are queued."""
     slots: int
-    idle: bool
-    """No step is in flight: nothing will free memory by itself."""
     producers: dict[bytes, Request]
     """Next block to compute -> who computes it."""
