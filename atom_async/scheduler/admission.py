@@ -260,7 +260,7 @@ class Walk:
         covered = len(reuse.blocks) + len(reuse.planned)
         blocks = self._ceil_blocks(start + length) - covered
         rest = self._ceil_blocks(request.total) - covered - blocks
-        taken = [b for b in reuse.blocks if self._would_be_free(b)]
+        taken = self._taken_by(reuse.blocks)
         entry = BYTES_PER_SEQUENCE + request.sampling_bytes + BYTES_PER_INT * covered
         if request.sampling.needs_history:
             entry += BYTES_PER_INT * start
@@ -270,7 +270,7 @@ class Walk:
         if self.slots_left == 0 or need > self._headroom:
             if not self._make_room(request, need, frozenset(reuse.blocks)):
                 return self._turn_away(request, need, next_hash)
-            taken = [b for b in reuse.blocks if self._would_be_free(b)]
+            taken = self._taken_by(reuse.blocks)
         self._taken.update(taken)
         self.blocks_left -= len(taken)
         self.blocks_promised += rest
@@ -288,9 +288,12 @@ class Walk:
             self.plan.blocked.append((request, need, next_hash))
         return True
 
-    def _would_be_free(self, block: int) -> bool:
-        """Whether reusing the block takes it from what is available."""
-        return self.pool.references[block] == self._released.get(block, 0) and block not in self._taken
+    def _taken_by(self, blocks: list[int]) -> list[int]:
+        """Those of the blocks that are available now, and are not once they are reused."""
+        references, released, taken = self.pool.references, self._released, self._taken
+        if released:
+            return [b for b in blocks if references[b] == released.get(b, 0) and b not in taken]
+        return [b for b in blocks if not references[b] and b not in taken]
 
     def _make_room(self, request: Request, need: int, reused: frozenset[int]) -> bool:
         """Preempts running requests of lower priority, from the lowest rank up, if that is enough; else nothing."""
