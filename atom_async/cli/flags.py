@@ -166,9 +166,13 @@ def _checked(setting: Setting, value: Any, source: str) -> Any:
             value = _boolean(value)
         elif setting.is_size:
             value = _size(value)
+        elif isinstance(value, str) and re.fullmatch(r"\.\d+", value):
+            value = "0" + value
         return msgspec.convert(value, setting.hint, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
         shown = "" if setting.name == "api_key" else f" {value!r}"
+        if "matching regex" in str(error):
+            raise ConfigError(f"{source}{shown}: {setting.description}") from error
         choices = f"; one of {', '.join(setting.choices)}" if setting.choices else ""
         raise ConfigError(f"{source}{shown}: {error}{choices}") from error
 

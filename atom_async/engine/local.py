@@ -36,12 +36,18 @@ from .client import (
     QueueFull,
     RequestRejected,
 )
-from .outputs import end_output, output_of
+from .outputs import describe, end_output, output_of
 from .prompt_hash import Offload, hashed
 from .streams import StreamTable
 from .workers import WorkerFailure, Workers
 
 log = logging.getLogger(__name__)
+
+
+LONGEST_TIMER_S = 86_400.0
+"""Loops do not take any delay; a deadline beyond it is looked at again then."""
+EARLY_S = 0.002
+"""Loops round timers, and may ring so much too early."""
 
 
 class LocalEngine:
@@ -333,11 +339,13 @@ class LocalEngine:
             self._alarm.cancel()
         self._alarm_at = when
         loop = asyncio.get_running_loop()
-        self._alarm = None if when is None else loop.call_later(max(when - self._now(), 0.0), self._on_alarm)
+        delay = 0.0 if when is None else min(max(when - self._now(), 0.0), LONGEST_TIMER_S)
+        self._alarm = None if when is None else loop.call_later(delay, self._on_alarm)
 
     def _on_alarm(self) -> None:
         assert self._alarm_at is not None
-        self._latest = max(self._latest, self._alarm_at)  # loops round timers, and may ring a little early
+        if self._alarm_at - self._clock() < EARLY_S:
+            self._latest = max(self._latest, self._alarm_at)
         self._alarm = self._alarm_at = None
         self._changed()
 
@@ -416,8 +424,8 @@ class LocalEngine:
         scheduler = self._scheduler
         return {
             "boot_id": self.info.boot_id,
-            "waiting": [_describe(request, now) for request in scheduler.requests.values() if request.queued],
-            "running": [_describe(request, now) for request in scheduler.running],
+            "waiting": [describe(request, now) for request in scheduler.requests.values() if request.queued],
+            "running": [describe(request, now) for request in scheduler.running],
             "steps_in_flight": [
                 {"step_id": s.step_id, "decode_requests": len(s.decodes), "age_s": now - s.submitted_at}
                 | {"prefill_tokens": sum(c.length for c in s.chunks)}
@@ -430,19 +438,3 @@ def sampling_bytes(sampling: SamplingParams) -> int:
     """Upper bound of what grammar, logit_bias and end tokens take in a message."""
     grammar = 0 if sampling.grammar is None else len(sampling.grammar.source.encode())
     return grammar + 16 * len(sampling.logit_bias) + 8 * len(sampling.end_token_ids)
-
-
-def _describe(request: Request, now: float) -> dict[str, Any]:
-    return {
-        "request_id": request.request_id,
-        "state": request.state.value,
-        "waits_for": request.wait.producer.request_id if request.wait is not None else None,
-        "priority": request.priority,
-        "age_s": now - request.arrived_at,
-        "prompt_tokens": request.prompt_len,
-        "cached_tokens": request.cached_tokens,
-        "computed_tokens": request.computed,
-        "completion_tokens": request.output_len,
-        "kv_blocks": len(request.blocks),
-        "preemptions": request.preemptions,
-    }

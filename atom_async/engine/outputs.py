@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from atom_async.scheduler.outcome import Outcome
 from atom_async.scheduler.request import Request
 from atom_async.wire.messages import SequenceLogprobs
@@ -64,3 +66,20 @@ def _timings(request: Request) -> RequestTimings:
         prefill_s=first - admitted if first >= 0 else 0.0,
         decode_s=last - first if first >= 0 else 0.0,
     )
+
+
+def describe(request: Request, now: float) -> dict[str, Any]:
+    """For people. Never prompt text or token ids."""
+    return {
+        "request_id": request.request_id,
+        "state": request.state.value,
+        "waits_for": request.wait.producer.request_id if request.wait is not None else None,
+        "priority": request.priority,
+        "age_s": now - request.arrived_at,
+        "prompt_tokens": request.prompt_len,
+        "cached_tokens": request.cached_tokens,
+        "computed_tokens": request.computed,
+        "completion_tokens": request.output_len,
+        "kv_blocks": len(request.blocks),
+        "preemptions": request.preemptions,
+    }

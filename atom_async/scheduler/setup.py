@@ -90,6 +90,8 @@ def check_settings(config: EngineConfig, max_model_len: int = 0) -> None:
             f"--kv-low-watermark ({config.kv_low_watermark:g}) must be below --kv-high-watermark "
             f"({config.kv_high_watermark:g}): otherwise prefill is never held and coalescing does nothing"
         )
+    if config.itl_target_ms not in ("auto", "off") and float(config.itl_target_ms) == 0:
+        raise ValueError("--itl-target-ms 0 leaves no time for any step: give a time, `auto` or `off`")
     coalescing = config.coalesce_target_fill > 0
     if coalescing and config.coalesce_max_hold_ms == 0:
         raise ValueError("--coalesce-target-fill with --coalesce-max-hold-ms 0 never holds: leave one of them out")
@@ -113,7 +115,8 @@ def describe(config: EngineConfig) -> str:
         return f"{config.policy} (its own order, holds and step bounds)"
     steps = f"{config.step_policy} steps"
     if config.step_policy == "mixed" and config.itl_target_ms != "off":
-        steps += f" up to an ITL of {config.itl_target_ms}{'' if config.itl_target_ms == 'auto' else ' ms'}"
+        target = config.itl_target_ms
+        steps += " bounded by predicted time" if target == "auto" else f" of at most {target} ms beside decodes"
     parts = [steps, "least work first" if config.queue_policy == "least-work" else "first come first served"]
     if config.coalesce_target_fill > 0:
         parts.append(

@@ -103,6 +103,10 @@ def test_switches(setting: Any) -> None:
         load(**{setting.variable: "maybe"})
 
 
+def test_a_fraction_needs_no_leading_zero() -> None:
+    assert load("--coalesce-target-fill", ".5")[0].coalesce_target_fill == 0.5
+
+
 def test_a_flag_wins_over_the_environment() -> None:
     assert load("--port", "1", ATOM_PORT="2")[1].port == 1
     assert load("--no-enable-prefix-caching", ATOM_ENABLE_PREFIX_CACHING="1")[0].enable_prefix_caching is False
@@ -143,6 +147,7 @@ def test_sizes(text: str, number: int) -> None:
         (["--gpu-memory-utilization", "1.5"], {}, "<= 1"),
         (["--kv-cache-memory", "much"], {}, "--kv-cache-memory 'much'.*1.5GiB"),
         (["--kv-cache-memory", "0"], {}, ">= 1"),
+        (["--itl-target-ms", "-5"], {}, "--itl-target-ms '-5': predicted time .* milliseconds, `auto`"),
     ],
 )
 def test_what_cannot_be_names_its_source(arguments: list[str], environ: dict[str, str], words: str) -> None:

@@ -16,9 +16,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 from virtual import Virtual, request, run
 
 from atom_async.engine.client import EngineDead, EngineDraining, QueueFull
+from atom_async.engine.local import LONGEST_TIMER_S
 from atom_async.engine.workers import WorkerFailure
 from atom_async.events.schema import (
     PrefillFired,
@@ -158,6 +160,27 @@ def test_a_prompt_larger_than_the_token_bound_still_runs_when_nothing_waits() ->
         assert (await world.collect(request("large", [1] * 100)))[-1].finish_reason == "length"
 
     run(scenario, max_queued_tokens=10)
+
+
+def test_times_that_never_come_are_no_trouble_to_any_loop() -> None:
+    never = {"max_bypass_ms": float("inf"), "prefill_max_queue_ms": float("inf"), "coalesce_max_hold_ms": 1e300}
+
+    async def main() -> None:
+        world = Virtual(**never, coalesce_target_fill=1.0, coalesce_quiet_ms=50.0, max_num_seqs=2, blocks=60)
+        await world.engine.start()
+        asked = [request(f"r{n}", [n] * 90, deadline_ms=1e300 if n % 2 else None) for n in range(4)]
+        for outputs in await asyncio.gather(*(world.collect(a) for a in asked)):
+            assert outputs[-1].finish_reason == "length"
+        await world.engine.stop()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())
+
+
+async def test_a_real_loop_takes_any_time() -> None:
+    loop = uvloop.new_event_loop()
+    loop.call_later(LONGEST_TIMER_S, print).cancel()
+    loop.close()
 
 
 def test_draining_ends_every_hold() -> None:

@@ -188,6 +188,7 @@ def test_h6_separate_steps_alone_are_prefill_first() -> None:
         ({"step_policy": "separate", "itl_target_ms": "30"}, "--max-decode-gap-ms"),
         ({"enable_chunked_prefill": False, "max_chunk_tokens": 16, "budget": 4096}, "--max-chunk-tokens"),
         ({"enable_chunked_prefill": False}, "--max-num-batched-tokens"),
+        ({"itl_target_ms": "0"}, "no time for any step"),
         ({"policy": "nonsense"}, "package.module:Class"),
         ({"policy": "no_such_module:X"}, "cannot be imported"),
         ({"policy": "json:Nothing"}, "has no Nothing"),
