@@ -134,7 +134,7 @@ REFUSALS = [
     (("--device", "cuda"), "CUDA"),
     (("--max-model-len", "100000", *SIMULATED), "8192"),
     (("--max-num-seqs", "0"), "max-num-seqs"),
-    (("--max-num-batched-tokens", "8", *SIMULATED), "at least max_num_seqs"),
+    (("--max-num-batched-tokens", "8", *SIMULATED), "at least --max-num-seqs"),
     (("--simulation", '{"x": 1}', *SIMULATED), "x"),
     (("--kv-cache-memory", "1K", "--device", "simulated"), "--kv-cache-memory"),
     (("--tokenizer", "/nowhere", *SIMULATED), "nowhere"),
