@@ -19,7 +19,7 @@ from atom_async.cache.hashing import root_hash, split_chain
 from atom_async.config import EngineConfig
 from atom_async.events.schema import Event
 from atom_async.scheduler.core import Scheduler
-from atom_async.scheduler.invariants import check, checked_step
+from atom_async.scheduler.invariants import check, check_idle, checked_step
 from atom_async.scheduler.limits import BYTES_PER_INT, BYTES_PER_SEQUENCE
 from atom_async.scheduler.request import Request
 from atom_async.scheduler.setup import check_settings, make_scheduler
@@ -325,14 +325,23 @@ class LocalEngine:
         self._set_alarm(scheduler.next_alarm(holds=has_room))
         if not scheduler.requests:
             self._empty.set()
+            if not scheduler.in_flight:
+                self._check_ledger()
+
+    def _check_ledger(self) -> None:
+        """Idle is the moment to see a leak; what can be served still is."""
+        try:
+            check_idle(self._scheduler)
+        except AssertionError as error:
+            if self._checked:
+                raise
+            log.error("the ledger does not balance while idle: %s", error)
 
     def _next_step(self, now: float) -> StepPlan | None:
-        if not self._checked:
-            return self._scheduler.next_step(now)
-        return checked_step(self._scheduler, now)
+        return checked_step(self._scheduler, now) if self._checked else self._scheduler.next_step(now)
 
     def _set_alarm(self, when: float | None) -> None:
-        """One timer, for the earliest deadline there is."""
+        """One timer, for the earliest deadline."""
         if when == self._alarm_at:
             return
         if self._alarm is not None:

@@ -158,7 +158,7 @@ class Scheduler:
         while True:
             plan = self.plan(now)
             message = self.commit(plan, now)
-            if message is not None or not plan.deferred:
+            if message is not None or plan.held or not plan.deferred:
                 return message
 
     def commit(self, plan: Plan, now: float) -> StepPlan | None:

@@ -28,6 +28,18 @@ def check(scheduler: Scheduler) -> None:
     assert scheduler.pool.pending_steps <= in_flight, "a block waits for a step that is not in flight"
 
 
+def check_idle(scheduler: Scheduler) -> None:
+    """With no request alive and no step in flight, everything must have come back. O(1): for production."""
+    pool, intake = scheduler.pool, scheduler.intake
+    assert pool.owned == 0, f"{pool.owned} blocks are owned by nobody"
+    slots = len(scheduler.free_slots)
+    assert slots == scheduler.limits.max_num_seqs, f"{scheduler.limits.max_num_seqs - slots} slots are lost"
+    waiting = [len(intake.ready), len(intake.instant), len(intake.blocked), len(intake.reserved), intake.parked]
+    assert not any(waiting), f"somebody waits who is not alive: {waiting}"
+    assert not intake.producers, "a prefix is promised by nobody"
+    assert not intake.queued_tokens, f"{intake.queued_tokens} tokens wait in nobody's name"
+
+
 def check_realised(plan: Plan, scheduler: Scheduler, tokens_before: int, running_before: int) -> None:
     """The plan announced is the plan executed: tokens and requests, right after `commit`."""
     step = scheduler.in_flight[-1]
@@ -50,7 +62,7 @@ def checked_step(scheduler: Scheduler, now: float) -> StepPlan | None:
         if message is not None:
             check_realised(plan, scheduler, tokens, running)
         check(scheduler)
-        if message is not None or not plan.deferred:
+        if message is not None or plan.held or not plan.deferred:
             return message
 
 

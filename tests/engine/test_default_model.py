@@ -139,8 +139,10 @@ def test_the_shared_examples_are_computed_once(together, default_model: Resolved
 @pytest.mark.parametrize(
     ("settings", "some"),
     [
-        pytest.param({"enable_prefix_caching": False, "max_num_seqs": 8}, range(32), id="no-prefix-cache"),
-        pytest.param({"max_num_batched_tokens": 48, "max_num_seqs": 6, "block_size": 8}, range(32), id="small-chunks"),
+        pytest.param({"enable_prefix_caching": False, "max_num_seqs": 8}, range(0, 32, 3), id="no-prefix-cache"),
+        pytest.param(
+            {"max_num_batched_tokens": 48, "max_num_seqs": 6, "block_size": 8}, range(0, 32, 2), id="small-chunks"
+        ),
         pytest.param({"tp": 3, "max_num_seqs": 16}, [0, 1, 2, *range(24, 32)], id="tp3"),
     ],
 )
@@ -150,9 +152,10 @@ def test_settings_change_no_token(together, settings: dict[str, Any], some: Sequ
 
 
 def test_one_by_one_gives_the_same(together) -> None:
-    outputs, _, cached = asyncio.run(run_engine(prompts(), at_once=False))
-    assert outputs == together[0]
-    assert min(cached[1:24]) > 400
+    some = range(0, 32, 3)
+    outputs, _, cached = asyncio.run(run_engine([prompts()[index] for index in some], at_once=False))
+    assert outputs == [together[0][index] for index in some]
+    assert min(cached[1:8]) > 400
 
 
 def test_preemption_changes_no_token(together) -> None:

@@ -18,7 +18,7 @@ from atom_async.events.schema import Event, RequestAborted, RequestParked, StepS
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "gsm8k_sample.json").read_text())
-SHOTS = "".join(f"Question: {s['question']}\nAnswer: {s['answer']}\n\n" for s in DATA["shots"])
+SHOTS = "".join(f"Question: {s['question']}\nAnswer: {s['answer']}\n\n" for s in DATA["shots"][:2])
 STAMPEDE = [f"{SHOTS}Question: {question}\nAnswer:" for question in DATA["questions"][:16]]
 
 
@@ -60,20 +60,22 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     return uvloop.run(main)
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 256}], ids=["default", "many steps"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_num_batched_tokens": 256, "max_chunk_tokens": 64}], ids=["default", "many steps"]
+)
 def test_a_stampede_computes_the_prefix_once_and_gives_the_same_text(settings: dict[str, int]) -> None:
     async def main() -> None:
         async with Watched(**settings) as engine:
             lengths = [len(engine.tokenizer.encode(prompt)) for prompt in STAMPEDE]
             shared = len(engine.tokenizer.encode(SHOTS)) // engine.info.block_size * engine.info.block_size
-            assert shared > 500
-            together = await asyncio.gather(*(engine.ids(prompt, 12) for prompt in STAMPEDE))
+            assert shared > 150
+            together = await asyncio.gather(*(engine.ids(prompt, 8) for prompt in STAMPEDE))
             computed = sum(e.prefill_tokens for e in engine.named(StepSubmitted))
             ideal = shared + sum(length - shared for length in lengths)
             assert computed <= ideal + 16 * engine.info.block_size
             assert len(engine.named(RequestParked)) >= 15
         async with Watched() as engine:
-            alone = [await engine.ids(prompt, 12) for prompt in STAMPEDE]
+            alone = [await engine.ids(prompt, 8) for prompt in STAMPEDE]
         assert together == alone
 
     run(main())

@@ -14,7 +14,7 @@ from world import World
 from atom_async.config import EngineConfig
 from atom_async.events.schema import PrefillFired, StepSubmitted
 from atom_async.scheduler.cost_model import CostModel, StepWork
-from atom_async.scheduler.policy import DefaultPolicy, Prefill, StepBound
+from atom_async.scheduler.policy import DefaultPolicy, Hold, Pending, Prefill, StepBound
 from atom_async.scheduler.request import State
 from atom_async.scheduler.setup import describe
 
@@ -47,6 +47,26 @@ def test_the_documented_policy_decides(documented: str) -> None:
     assert [e.reason for e in world.named(PrefillFired)][:2] == ["no_decode", "max_hold"]
     assert world.named(PrefillFired)[1].held_ms == pytest.approx(60)
     assert world.named(PrefillFired)[1].admitted_tokens == 27
+
+
+class Never(DefaultPolicy):
+    """Holds for ever."""
+
+    def gate(self, pending: Pending) -> Hold:
+        return Hold(None, "none")
+
+
+def test_a_policy_that_never_fires_loses_nothing_and_does_not_spin() -> None:
+    world = World(blocks=64, policy=f"{__name__}:Never")
+    for number in range(4):
+        world.add(f"r{number}", [*range(20), number])
+    for _ in range(3):
+        assert world.submit() is None
+    assert world.scheduler.num_queued == 4
+    world.scheduler.policy = DefaultPolicy(world.config, world.scheduler.costs)
+    world.scheduler._planner._policy = world.scheduler.policy
+    world.run()
+    assert all(world.outcomes[f"r{number}"][-1].finish for number in range(4))
 
 
 def policy(**settings: object) -> tuple[DefaultPolicy, CostModel]:

@@ -19,9 +19,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(4, 24),
         seqs=st.integers(1, 4),
         caching=st.sampled_from([True, True, True, False]),
+        steps=st.sampled_from(["mixed", "mixed", "separate"]),
+        order=st.sampled_from(["least-work", "fcfs"]),
+        fill=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+        interval=st.sampled_from([0, 0, 2]),
+        chunk=st.sampled_from([0, 0, 3]),
+        itl=st.sampled_from(["off", "auto", "5"]),
     )
-    def begin(self, blocks: int, budget: int, seqs: int, caching: bool) -> None:
-        self.world = World(blocks=blocks, budget=budget, max_num_seqs=seqs, prefix_caching=caching)
+    def begin(
+        self,
+        blocks: int,
+        budget: int,
+        seqs: int,
+        caching: bool,
+        steps: str,
+        order: str,
+        fill: float,
+        interval: int,
+        chunk: int,
+        itl: str,
+    ) -> None:
+        self.world = World(
+            blocks=blocks,
+            budget=budget,
+            max_num_seqs=seqs,
+            prefix_caching=caching,
+            step_policy=steps,
+            queue_policy=order,
+            coalesce_target_fill=fill,
+            coalesce_max_hold_ms=3000.0,
+            prefill_decode_interval=interval,
+            max_chunk_tokens=chunk,
+            itl_target_ms="auto" if steps == "separate" else itl,
+            max_bypass_ms=2000.0,
+        )
         self.count = 0
 
     @rule(
@@ -55,6 +86,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.world.abort(data.draw(st.sampled_from(sorted(self.world.scheduler.requests))))
+
+    @precondition(lambda self: self.world.results)
+    @rule()
+    def lose_steps(self) -> None:
+        self.world.lose_steps()
+
+    @precondition(lambda self: self.world.scheduler.next_alarm() is not None)
+    @rule()
+    def wait(self) -> None:
+        self.world.wait()
+        self.world.expire()
 
     @rule()
     def clear_cache(self) -> None:
