@@ -71,7 +71,7 @@ class Walk:
         self._ahead: dict[bytes, Request] = {}
         """Hash of the next block of each prompt that this plan computes in part."""
         self._taken: set[int] = set()
-        """Cached blocks that the admissions of this plan reuse, and that are no longer available."""
+        """Blocks that the admissions of this plan reuse: not available, whoever else gives them back."""
         self._heap: list[tuple[Order, Sequence[Request], int]] = []
         """Sources of candidates by the order of their first: (order, requests, index)."""
 
@@ -143,7 +143,7 @@ class Walk:
         for block in victim.blocks:
             given_back = self._released.get(block, 0) + 1
             self._released[block] = given_back
-            freed += self.pool.references[block] == given_back
+            freed += self.pool.references[block] == given_back and block not in self._taken
         return freed
 
     def _promise_begun(self) -> None:
@@ -268,10 +268,10 @@ class Walk:
             return False
         need = blocks + rest + len(taken)
         if self.slots_left == 0 or need > self._headroom:
-            if not self._make_room(request, need, frozenset(reuse.blocks)):
+            if not self._make_room(request, need, self._taken.union(reuse.blocks)):
                 return self._turn_away(request, need, next_hash)
             taken = self._taken_by(reuse.blocks)
-        self._taken.update(taken)
+        self._taken.update(reuse.blocks)
         self.blocks_left -= len(taken)
         self.blocks_promised += rest
         self.slots_left -= 1
@@ -295,8 +295,9 @@ class Walk:
             return [b for b in blocks if references[b] == released.get(b, 0) and b not in taken]
         return [b for b in blocks if not references[b] and b not in taken]
 
-    def _make_room(self, request: Request, need: int, reused: frozenset[int]) -> bool:
-        """Preempts running requests of lower priority, from the lowest rank up, if that is enough; else nothing."""
+    def _make_room(self, request: Request, need: int, reused: set[int]) -> bool:
+        """Preempts running requests of lower priority, from the lowest rank up, if that is enough; else nothing.
+        `reused`: blocks that this plan needs, which the victims' leaving does not free."""
         victims, freed, released = 0, 0, dict(self._released)
         planned = {chunk.request.arrival_rank for chunk in self.plan.executed}
         while self.slots_left + victims < 1 or need > self._headroom + freed + victims:
