@@ -96,9 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1000.0
     prefix_wait_ms: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Meta(
-            description="longest wait for a prefix that another request computes; default: 10 times what is predicted"
-        ),
+        Meta(description="longest wait for a prefix that another request computes; default: while that one gets on"),
     ] = None
     coalesce_target_fill: Annotated[
         float,

@@ -22,7 +22,7 @@ from atom_async.scheduler.core import Scheduler
 from atom_async.scheduler.invariants import check, check_idle, checked_step
 from atom_async.scheduler.limits import BYTES_PER_INT, BYTES_PER_SEQUENCE
 from atom_async.scheduler.request import Request
-from atom_async.scheduler.setup import check_settings, make_scheduler
+from atom_async.scheduler.setup import check_settings, make_decider, make_scheduler
 from atom_async.wire.messages import StepPlan, StepResult, WorkerProgress, unpack_ints
 from atom_async.wire.sampling import SamplingParams
 
@@ -102,7 +102,7 @@ class LocalEngine:
         self._alarm_at: float | None = None
         self._latest = float("-inf")
         self._sampling_room = 0
-        """Bytes that one request's sampling parameters may take beyond the usual."""
+        """Bytes of a request's sampling parameters beyond the usual."""
 
     # Life ----------------------------------------------------------------------------------------
 
@@ -111,6 +111,7 @@ class LocalEngine:
         self._workers.on_result = self._on_result
         self._workers.on_failure = self._on_worker_failure
         check_settings(self._config)
+        self._decider = make_decider(self._config)
         facts = await self._workers.start(on_progress)
         try:
             max_model_len = self._resolve_length(facts.num_kv_blocks)
@@ -168,6 +169,7 @@ class LocalEngine:
             num_blocks=num_blocks,
             max_plan_bytes=max_plan_bytes,
             max_model_len=max_model_len,
+            decider=self._decider,
             emit=self._emit,
         )
 
@@ -312,17 +314,16 @@ class LocalEngine:
     def _submit_steps(self) -> None:
         """Whatever brought it about, a turn does what time demands first, then fills the pipeline."""
         scheduler, now = self._scheduler, self._now()
-        if self._checked:
-            check(scheduler)
         if ended := scheduler.expire(now):
             self.on_outputs([output_of(outcome) for outcome in ended])
+        if self._checked:
+            check(scheduler)
         while len(scheduler.in_flight) < self._config.max_steps_in_flight:
             message = self._next_step(now)
             if message is None:
                 break
             self._workers.submit(message, deadline_s=self._config.step_timeout)
-        has_room = len(scheduler.in_flight) < self._config.max_steps_in_flight
-        self._set_alarm(scheduler.next_alarm(holds=has_room))
+        self._set_alarm(scheduler.next_alarm(holds=len(scheduler.in_flight) < self._config.max_steps_in_flight))
         if not scheduler.requests:
             self._empty.set()
             if not scheduler.in_flight:

@@ -92,6 +92,7 @@ class RequestAdmitted(RequestEvent, tag="request.admitted", kw_only=True, gc=Fal
     cached_tokens: int
     uncached_tokens: int
     queue_ms: float
+    """Since it arrived, or since it was preempted."""
 
 
 class RequestFirstToken(RequestEvent, tag="request.first_token", kw_only=True, gc=False):
@@ -108,7 +109,8 @@ class RequestFinished(RequestEvent, tag="request.finished", kw_only=True, gc=Fal
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    ttft_ms: float
+    ttft_ms: float | None
+    """None: it ended without a token."""
     e2e_ms: float
 
 

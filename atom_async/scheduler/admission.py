@@ -159,6 +159,8 @@ class Walk:
                 break
             if reserved and request.priority >= reserved[0].priority:
                 break
+            if self.slots_left == 1 and self.queues.ready and self.queues.ready[0].order < request.order:
+                break  # the last slot is for whose turn it is: a stream of cached prompts must not take all
             reuse, _ = self._reusable(request)
             if request.total - reuse.present > 1:  # evicted since it was placed
                 self.plan.deferred.append(request)
@@ -237,7 +239,9 @@ class Walk:
             if request.wait is None:  # else it is placed anyway, once the producer's chunk has released it
                 self.plan.deferred.append(request)
             return True
-        return self._enter(request, reuse, next_hash, instant=False)
+        alone = request.wait is None and not reuse.planned  # it needs no chunk of this plan, which may be held
+        instant = alone and request.total - reuse.present <= 1
+        return self._enter(request, reuse, next_hash, instant=instant)
 
     def _is_computed_elsewhere(self, request: Request, next_hash: bytes) -> bool:
         producer = self._ahead.get(next_hash) or self.queues.producers.get(next_hash)
@@ -362,7 +366,7 @@ class Walk:
         left = request.total - start
         limit = min(self.tokens_left, left, max(0, self.bytes_left // (3 * BYTES_PER_INT)))
         if not self.limits.chunked:
-            return left if limit == left else 0
+            return left if limit == left and self._whole_fits(start, left) else 0
         if self.limits.max_chunk_tokens:
             limit = min(limit, self.limits.max_chunk_tokens)
         if self.bound is not None and limit > 0:
@@ -370,12 +374,17 @@ class Walk:
         end = self.boundaries.cut(request, start, start + limit)
         return end - start
 
+    def _whole_fits(self, start: int, left: int) -> bool:
+        """For prompts that are computed whole: the first of a step always fits, or none ever would."""
+        bound, first = self.bound, not self.plan.chunks
+        return bound is None or first or self.ms + self.costs.chunk_ms(start, left) <= bound.finishing_ms
+
     def _within_bound(self, request: Request, start: int, left: int, limit: int, bound: StepBound) -> int:
         if limit == left and self.ms + self.costs.chunk_ms(start, left) <= bound.finishing_ms:
             return limit
         tokens = self.costs.tokens_within(bound.unfinished_ms - self.ms, start)
         if not self.plan.chunks:
-            tokens = max(tokens, bound.least_tokens)
+            tokens = max(tokens, bound.least_tokens, self.limits.block_size)
         if tokens >= limit:
             return limit
         block_size = self.limits.block_size

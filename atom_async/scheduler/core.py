@@ -260,7 +260,7 @@ class Scheduler:
                 request_id=request.request_id,
                 cached_tokens=chunk.start,
                 uncached_tokens=request.total - chunk.start,
-                queue_ms=(now - request.arrived_at) * 1e3,
+                queue_ms=(now - request.queued_at) * 1e3,
             )
         )
 
@@ -368,13 +368,16 @@ class Scheduler:
         return min((when for when in times if when is not None), default=None)
 
     def abort(self, request_id: str, now: float, reason: str = "") -> Request | None:
-        """Ends a request in whatever state it is; its memory is free when this returns. None: not alive."""
+        """Ends a request in whatever state it is; its memory is free when this returns. None: not alive.
+
+        Those who waited for it are runnable, and are placed by the next `expire` or change: a storm of aborts places
+        them once, not once for each.
+        """
         request = self.requests.get(request_id)
         if request is not None:
             self._emit(RequestAborted(request_id=request_id, state=request.state.value, reason=reason))
             self._end(request, State.ABORTED, "producer_aborted", now)
             self.counters.aborted_requests += 1
-            self.intake.settle(now)
         return request
 
     def finish(self, request_id: str, now: float) -> Request | None:
@@ -382,7 +385,6 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is not None:
             self._finish(request, "stop", now)
-            self.intake.settle(now)
         return request
 
     def _finish(self, request: Request, reason: str, now: float) -> None:
@@ -393,7 +395,7 @@ class Scheduler:
                 prompt_tokens=request.prompt_len,
                 cached_tokens=request.cached_tokens,
                 completion_tokens=request.output_len,
-                ttft_ms=max(request.first_token_at - request.arrived_at, 0.0) * 1e3,
+                ttft_ms=None if request.first_token_at < 0 else (request.first_token_at - request.arrived_at) * 1e3,
                 e2e_ms=(now - request.arrived_at) * 1e3,
             )
         )

@@ -29,15 +29,22 @@ class HoldClock:
         self._tokens = 0
         self._grown_at = 0.0
         self._decode_steps = LONG_AGO
-        self._without_decodes_since: float | None = None
+        self._ms_since_decode = 0.0
 
     def pending(
-        self, plan: Plan, now: float, *, budget: int, kv_usage: float, draining: bool, predicted_ms: float
+        self,
+        plan: Plan,
+        now: float,
+        *,
+        budget: int,
+        kv_usage: float,
+        draining: bool,
+        predicted_ms: float,
+        decode_ms: float,
     ) -> Pending:
         """The facts for the gate."""
         begun = [chunk.request.held_s for chunk in plan.chunks if chunk.reuse is None]
         grows = plan.pending_tokens > self._tokens
-        without_decodes = self._without_decodes_since
         return Pending(
             now=now,
             tokens=plan.pending_tokens,
@@ -53,7 +60,8 @@ class HoldClock:
             decode_steps=self._decode_steps,
             draining=draining,
             predicted_ms=predicted_ms,
-            since_decode_s=0.0 if without_decodes is None else now - without_decodes,
+            decode_ms=decode_ms,
+            ms_since_decode=self._ms_since_decode,
         )
 
     def note(self, plan: Plan, now: float) -> None:
@@ -89,10 +97,7 @@ class HoldClock:
             self._decode_steps += 1
             if self._decode_steps == self._interval:
                 self._emit(ProtectionEnded(by="steps"))
-        if plan.decodes or not plan.chunks:
-            self._without_decodes_since = None
-        elif self._without_decodes_since is None:
-            self._without_decodes_since = now
+        self._ms_since_decode = 0.0 if plan.decodes else self._ms_since_decode + plan.predicted_ms
 
     def _fire(self, plan: Plan, verdict: Fire, step_id: int, now: float) -> None:
         held_s = 0.0 if self.held_since is None else now - self.held_since

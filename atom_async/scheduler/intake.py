@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from atom_async.cache.pool import BlockPool
@@ -35,9 +35,13 @@ _rank = attrgetter("rank")
 
 LEAST_WAIT_S = 30.0
 WAIT_FACTOR = 10.0
-"""Where `--prefix-wait-ms` is not set, a wait ends after this multiple of the producer's predicted time to the
-boundary, and not before LEAST_WAIT_S. Broken promises are told at once; this guards against a producer that does
-not get on, and must not end the waits for one that is only slow: they would all compute the same then."""
+"""Where `--prefix-wait-ms` is not set, a wait may end after this multiple of the producer's predicted time to the
+boundary, and not before LEAST_WAIT_S; it goes on for as long as the producer is queued or has come further since the
+last look. Broken promises are told at once; this guards against a producer that does not get on."""
+
+
+MOST_ALARMS = 64
+"""Beyond so many, and then beyond twice those that still mean something, the alarms of ended requests are dropped."""
 
 
 class Alarm(Enum):
@@ -87,11 +91,13 @@ class Intake:
         self._unplaced: list[Request] = []
         self._alarms: list[tuple[float, int, Alarm, Request]] = []
         self._alarm_count = 0
+        self._most_alarms = MOST_ALARMS
 
     # Placing -------------------------------------------------------------------------------------
 
     def arrive(self, request: Request, now: float) -> None:
         """A new request, or one that was preempted."""
+        request.queued_at = now
         if request.deadline is not None and request.admitted_at < 0:
             self._set_alarm(request.deadline, Alarm.EXPIRE, request)
         self._unplaced.append(request)
@@ -127,8 +133,10 @@ class Intake:
         if not self._limits.prefix_caching:
             return 0, None
         block_size = self._limits.block_size
+        if not request.reuses_prefix:  # it computes all of it again, so nobody should wait for it to come so far
+            return 0, None
         found = len(find_blocks(self._pool, request))
-        present = self.boundaries.reusable(request, found * block_size) if request.reuses_prefix else 0
+        present = self.boundaries.reusable(request, found * block_size)
         return present, request.chain[found] if found < len(request.chain) else None
 
     def _order(self, request: Request, present: int) -> Order:
@@ -179,7 +187,7 @@ class Intake:
         self._count(request, request.total - min(boundary, request.total - 1))
         if request.wait_deadline is None:
             request.wait_deadline = now + self._longest_wait_s(producer, boundary, present)
-        request.wait = Wait(producer, boundary, now, boundary - present, urgency)
+        request.wait = Wait(producer, boundary, now, boundary - present, producer.computed, urgency)
         self.release_waiters(request, "producer_waits", now)
         request.become(State.PARKED)
         self.parked += 1
@@ -404,17 +412,34 @@ class Intake:
         while (when := self.next_alarm()) is not None and when <= now:
             _, _, kind, request = heappop(self._alarms)
             if kind is Alarm.WAIT:
-                request.waits_over = True
-                self.release(request, "deadline", now)
+                self._end_wait(request, now)
             elif kind is Alarm.BYPASS:
                 self._reserve(request, now)
             else:
                 expired.append(request)
         return expired
 
+    def _end_wait(self, request: Request, now: float) -> None:
+        """Where no time was set, one that is only slow is waited for: nobody would get on faster by computing the
+        same beside it, and those who wait for it would all end their waits at once."""
+        wait = request.wait
+        assert wait is not None
+        producer = wait.producer
+        if self._limits.prefix_wait_s is None and (producer.slot < 0 or producer.computed > wait.seen):
+            wait.seen = producer.computed
+            request.wait_deadline = now + LEAST_WAIT_S
+            self._set_alarm(request.wait_deadline, Alarm.WAIT, request)
+        else:
+            request.waits_over = True
+            self.release(request, "deadline", now)
+
     def _set_alarm(self, when: float, kind: Alarm, request: Request) -> None:
         self._alarm_count += 1
         heappush(self._alarms, (when, self._alarm_count, kind, request))
+        if len(self._alarms) > self._most_alarms:
+            self._alarms = [alarm for alarm in self._alarms if self._still_due(alarm[2], alarm[3], alarm[0])]
+            heapify(self._alarms)
+            self._most_alarms = max(MOST_ALARMS, 2 * len(self._alarms))
 
     def _still_due(self, kind: Alarm, request: Request, when: float) -> bool:
         if kind is Alarm.WAIT:

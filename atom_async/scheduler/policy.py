@@ -54,9 +54,11 @@ class Pending:
     """Decode-only steps since the last prefill-carrying one."""
     draining: bool
     predicted_ms: float
-    """Of the plan, if fired."""
-    since_decode_s: float
-    """Since the last step that carried decodes was submitted; 0 if the last step did."""
+    """Of the plan's step, if fired."""
+    decode_ms: float
+    """Predicted, of a step with the plan's decodes alone."""
+    ms_since_decode: float
+    """Predicted, of the steps without decodes submitted since the last one with; 0 if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +145,9 @@ class DefaultPolicy:
     def _gap_is_used_up(self, pending: Pending) -> bool:
         """With separate steps, prefill in a row may keep decodes waiting only so long; then one of theirs runs.
         The step after a decode step is free, so that both sides get on."""
-        if self._gap_s is None or not self.separate or not pending.decoding or pending.since_decode_s == 0:
+        if self._gap_s is None or not self.separate or not pending.decoding or pending.ms_since_decode == 0:
             return False
-        return pending.since_decode_s + pending.predicted_ms / 1e3 > self._gap_s
+        return pending.ms_since_decode + pending.predicted_ms + pending.decode_ms > self._gap_s * 1e3
 
     def _without_hold(self, pending: Pending) -> FireReason | None:
         """Reasons why holding back would help nobody."""

@@ -126,6 +126,8 @@ class Request:
     """How long its half-done prefill was held back, all holds together."""
 
     cached_tokens: int = 0
+    queued_at: float = -1.0
+    """When it arrived or was last preempted."""
     admitted_at: float = -1.0
     first_token_at: float = -1.0
     last_token_at: float = -1.0

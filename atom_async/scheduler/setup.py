@@ -15,6 +15,15 @@ from .limits import Limits
 from .policy import DefaultPolicy, Policy
 from .waits import Boundaries
 
+Decider = tuple[Policy, CostModel]
+
+
+def make_decider(config: EngineConfig) -> Decider:
+    """The policy and the cost model it reads. Raises ValueError; needs no workers, so that a wrong --policy is known
+    before a model is loaded."""
+    costs = CostModel()
+    return load_policy(config, costs), costs
+
 
 def make_scheduler(
     config: EngineConfig,
@@ -22,16 +31,17 @@ def make_scheduler(
     num_blocks: int,
     max_plan_bytes: int,
     max_model_len: int,
+    decider: Decider | None = None,
     boundaries: Boundaries | None = None,
     emit: Callable[[Event], None] = lambda event: None,
 ) -> Scheduler:
-    """Raises ValueError for settings that cannot work together."""
+    """Raises ValueError for settings that cannot work together. `decider`: made before, when that was early."""
     check_settings(config, max_model_len)
-    costs = CostModel()
+    policy, costs = decider or make_decider(config)
     return Scheduler(
         pool=BlockPool(num_blocks),
         limits=limits_of(config, max_plan_bytes),
-        policy=load_policy(config, costs),
+        policy=policy,
         costs=costs,
         boundaries=boundaries,
         interval=config.prefill_decode_interval,
@@ -63,15 +73,15 @@ def load_policy(config: EngineConfig, costs: CostModel) -> Policy:
         raise ValueError(f"--policy {config.policy!r}: expected `default` or `package.module:Class`")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"--policy {config.policy!r}: {module_name} cannot be imported: {error}") from error
+    except Exception as error:  # whatever its code raises while it is imported
+        raise ValueError(f"--policy {config.policy!r}: {module_name} cannot be imported: {error!r}") from error
     factory = getattr(module, class_name, None)
     if factory is None:
         raise ValueError(f"--policy {config.policy!r}: {module_name} has no {class_name}")
     try:
         policy: Policy = factory(config, costs)
-    except TypeError as error:
-        raise ValueError(f"--policy {config.policy!r}: cannot be made with (config, costs): {error}") from error
+    except Exception as error:
+        raise ValueError(f"--policy {config.policy!r}: cannot be made with (config, costs): {error!r}") from error
     missing = [name for name in ("order", "gate", "bound") if not callable(getattr(policy, name, None))]
     if missing:
         raise ValueError(f"--policy {config.policy!r}: {class_name} has no {', '.join(missing)}()")
@@ -93,8 +103,23 @@ def check_settings(config: EngineConfig, max_model_len: int = 0) -> None:
     if config.itl_target_ms not in ("auto", "off") and float(config.itl_target_ms) == 0:
         raise ValueError("--itl-target-ms 0 leaves no time for any step: give a time, `auto` or `off`")
     coalescing = config.coalesce_target_fill > 0
-    if coalescing and config.coalesce_max_hold_ms == 0:
-        raise ValueError("--coalesce-target-fill with --coalesce-max-hold-ms 0 never holds: leave one of them out")
+    if coalescing or config.prefill_decode_interval:
+        holding = "--coalesce-target-fill" if coalescing else "--prefill-decode-interval"
+        ends_at_once = {
+            "--coalesce-max-hold-ms": config.coalesce_max_hold_ms == 0,
+            "--prefill-max-queue-ms": config.prefill_max_queue_ms == 0,
+            "--kv-high-watermark": config.kv_high_watermark == 0,
+            "--coalesce-quiet-ms": coalescing and not config.prefill_decode_interval and config.coalesce_quiet_ms == 0,
+        }
+        for flag, never_holds in ends_at_once.items():
+            if never_holds:
+                raise ValueError(f"{holding} with {flag} 0 never holds: leave one of them out")
+    if not config.enable_chunked_prefill and (
+        config.itl_target_ms not in ("auto", "off") or config.max_decode_gap_ms is not None
+    ):
+        raise ValueError(
+            "--itl-target-ms and --max-decode-gap-ms bound chunks, and --no-enable-chunked-prefill allows none"
+        )
     if config.step_policy == "separate" and config.itl_target_ms not in ("auto", "off"):
         raise ValueError(
             f"--itl-target-ms {config.itl_target_ms} bounds a step that carries decodes and prefill: with "

@@ -26,6 +26,8 @@ class Wait:
     since: float
     saved: int
     """Tokens that it does not compute, for having waited."""
+    seen: int
+    """How far the producer had come at the last look."""
     urgency: Order
     """The place it would have if it computed everything itself: the producer moves up to it."""
 

@@ -185,6 +185,12 @@ def test_h6_separate_steps_alone_are_prefill_first() -> None:
     [
         ({"kv_low_watermark": 0.9, "kv_high_watermark": 0.5}, "--kv-low-watermark"),
         ({"coalesce_target_fill": 0.5, "coalesce_max_hold_ms": 0.0}, "never holds"),
+        ({"coalesce_target_fill": 0.5, "prefill_max_queue_ms": 0.0}, "--prefill-max-queue-ms 0 never holds"),
+        ({"coalesce_target_fill": 0.5, "coalesce_quiet_ms": 0.0}, "--coalesce-quiet-ms 0 never holds"),
+        ({"prefill_decode_interval": 4, "coalesce_max_hold_ms": 0.0}, "--prefill-decode-interval with"),
+        ({"prefill_decode_interval": 4, "prefill_max_queue_ms": 0.0}, "--prefill-decode-interval with"),
+        ({"enable_chunked_prefill": False, "itl_target_ms": "30", "budget": 4096}, "bound chunks"),
+        ({"enable_chunked_prefill": False, "max_decode_gap_ms": 30.0, "budget": 4096}, "bound chunks"),
         ({"step_policy": "separate", "itl_target_ms": "30"}, "--max-decode-gap-ms"),
         ({"enable_chunked_prefill": False, "max_chunk_tokens": 16, "budget": 4096}, "--max-chunk-tokens"),
         ({"enable_chunked_prefill": False}, "--max-num-batched-tokens"),

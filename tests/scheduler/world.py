@@ -145,6 +145,7 @@ class World:
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id, self.now)
+        self.expire()
         check(self.scheduler)
 
     def withdraw(self, producer: Request, outcome: ReleaseOutcome) -> None:
