@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atom_async.api.errors import bad_request
-from atom_async.api.outputs import collect, outputs_of
+from atom_async.api.outputs import Outputs, collect
 from atom_async.api.replies import CLIENT_LEFT, ClientLeft, JsonReply, SseReply, sse, until_disconnect
 from atom_async.api.requests import SharedFields
 from atom_async.api.responses import Usage
@@ -55,7 +55,7 @@ class Shape(Protocol):
 
 async def answer(request: Request, body: SharedFields, generation: Generation, shape: Shape) -> Response | SseReply:
     """Submits the request and answers it. Raises ApiError."""
-    outputs = outputs_of(generation.served.engine, generation.sequences)
+    outputs = Outputs(generation.served.engine, generation.sequences)
     if body.stream:
         return SseReply(outputs, _events_of(shape), _last_events(body, shape))
     try:

@@ -5,7 +5,7 @@ Text (tokenizer, templates, stop strings, detokenizing) stays on the client's si
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -25,12 +25,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_hashes: bytes = b""
     """16 bytes per full prompt block: the hash chain, computed once on the client's side
     (`cache.hashing.hash_chain`), so that a long prompt never delays a step. Filled in by the client
-    implementation's `generate`; callers leave it empty."""
+    implementation's `generate_all`; callers leave it empty."""
     cache_salt: str = ""
     priority: int = 0
     """Lower runs first, as in vLLM."""
     deadline_ms: float | None = None
-    """From submission: a request that has not been started by then fails with error_kind `deadline`."""
+    """From submission: a body of which nothing has been started by then fails with error_kind `deadline`."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -170,8 +170,14 @@ class EngineClient(Protocol):
     info: EngineInfo
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """Submits at the first `anext`. Ends after the output with a finish_reason; closing the generator
-        early (`contextlib.aclosing`) aborts the request.
+        """`generate_all` of one request, an output at a time."""
+        ...
+
+    def generate_all(self, body: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
+        """All sequences of one client's request, taken or refused together, and under one deadline.
+
+        Submits at the first `anext`. Yields what has come since the last time, one output a sequence, and ends when
+        each has had one with a finish_reason; closing the generator early (`contextlib.aclosing`) aborts the rest.
 
         Raises RequestRejected, QueueFull, EngineDraining, or EngineDead (also in mid-stream).
         """

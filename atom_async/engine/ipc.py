@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -38,7 +39,37 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    request: EngineRequest
+    """The requests of one body. A prompt travels once: where `prompt_of[i]` is not i, that of `requests[i]` is
+    that of `requests[prompt_of[i]]`."""
+
+    requests: list[EngineRequest]
+    prompt_of: list[int]
+
+    @classmethod
+    def of(cls, body: Sequence[EngineRequest]) -> Submit:
+        first: dict[tuple[int, int], int] = {}
+        prompt_of = [
+            first.setdefault((id(request.prompt_token_ids), id(request.block_hashes)), index)
+            for index, request in enumerate(body)
+        ]
+        bare = [
+            request
+            if prompt_of[index] == index
+            else msgspec.structs.replace(request, prompt_token_ids=b"", block_hashes=b"")
+            for index, request in enumerate(body)
+        ]
+        return cls(bare, prompt_of)
+
+    def body(self) -> list[EngineRequest]:
+        """Raises IndexError for a message that `of` did not make."""
+        return [
+            msgspec.structs.replace(
+                request,
+                prompt_token_ids=self.requests[index].prompt_token_ids,
+                block_hashes=self.requests[index].block_hashes,
+            )
+            for request, index in zip(self.requests, self.prompt_of, strict=True)
+        ]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -93,11 +124,10 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """A submitted request was not accepted."""
+    """The body that this request belongs to was not accepted."""
 
     request_id: str
-    kind: str
-    """`rejected`, `full` or `draining`."""
+    kind: Literal["rejected", "full", "draining", "dead"]
     message: str
     retry_after_s: float = 0.0
 

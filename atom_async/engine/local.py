@@ -12,10 +12,9 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from atom_async.cache.hashing import root_hash, split_chain
 from atom_async.config import EngineConfig
 from atom_async.events.schema import Event
 from atom_async.scheduler.core import Scheduler
@@ -23,22 +22,13 @@ from atom_async.scheduler.invariants import check, check_idle, checked_step
 from atom_async.scheduler.limits import BYTES_PER_INT, BYTES_PER_SEQUENCE
 from atom_async.scheduler.request import Request
 from atom_async.scheduler.setup import check_settings, make_decider, make_scheduler
-from atom_async.wire.messages import StepPlan, StepResult, WorkerProgress, unpack_ints
-from atom_async.wire.sampling import SamplingParams
+from atom_async.wire.messages import StepPlan, StepResult, WorkerProgress
 
-from .client import (
-    EngineDead,
-    EngineDraining,
-    EngineInfo,
-    EngineOutput,
-    EngineRequest,
-    EngineStats,
-    QueueFull,
-    RequestRejected,
-)
+from .client import EngineDead, EngineDraining, EngineInfo, EngineOutput, EngineRequest, EngineStats
+from .door import Door
 from .outputs import describe, end_output, output_of
-from .prompt_hash import Offload, hashed
-from .streams import StreamTable
+from .prompts import Offload, prepared
+from .streams import StreamTable, one_by_one
 from .workers import WorkerFailure, Workers
 
 log = logging.getLogger(__name__)
@@ -91,18 +81,19 @@ class LocalEngine:
         uses `submit`."""
         self._turn_due = False
         self._draining = False
+        self._over: str | None = None
+        """Why nothing runs any more."""
         self._failure: str | None = None
         self._failed = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
         self._last_result_at = clock()
         self._scheduler: Scheduler
+        self._door: Door
         self._started = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at: float | None = None
         self._latest = float("-inf")
-        self._sampling_room = 0
-        """Bytes of a request's sampling parameters beyond the usual."""
 
     # Life ----------------------------------------------------------------------------------------
 
@@ -163,8 +154,7 @@ class LocalEngine:
                 f"{config.max_num_batched_tokens} may need {largest} bytes; "
                 f"the ring to the workers takes {max_plan_bytes}"
             )
-        self._sampling_room = max_plan_bytes - largest
-        return make_scheduler(
+        scheduler = make_scheduler(
             config,
             num_blocks=num_blocks,
             max_plan_bytes=max_plan_bytes,
@@ -172,6 +162,9 @@ class LocalEngine:
             decider=self._decider,
             emit=self._emit,
         )
+        room = max_plan_bytes - largest
+        self._door = Door(config, scheduler, max_model_len=max_model_len, sampling_room=room)
+        return scheduler
 
     def close_intake(self) -> None:
         """From now on new requests are refused, and no prefill is held back."""
@@ -188,8 +181,7 @@ class LocalEngine:
     async def stop(self) -> None:
         """Ends what still runs with an error, then the workers. Idempotent."""
         self.close_intake()
-        self._set_alarm(None)
-        self._streams.fail_all(EngineDead("the engine was stopped"))
+        self._end("the engine was stopped")
         await self._workers.stop()
 
     @property
@@ -203,88 +195,48 @@ class LocalEngine:
 
     # Requests ------------------------------------------------------------------------------------
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient.generate`."""
-        if self._config.enable_prefix_caching:
-            request = await hashed(request, self._config.block_size, self._offload)
-        self._check_acceptable(request)
-        stream = self._streams.open(request.request_id)
-        self._add(request)
+        return one_by_one(self.generate_all([request]))
+
+    async def generate_all(self, body: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
+        """See `EngineClient.generate_all`."""
+        caching, offload = self._config.enable_prefix_caching, self._offload
+        body = await prepared(body, self.info, caching=caching, offload=offload)
+        requests = self._admitted(body)
+        stream = self._streams.open([request.request_id for request in requests])
+        self._add(requests)
         try:
-            async for output in stream:
-                yield output
+            async for outputs in stream:
+                yield outputs
         finally:
             await stream.aclose()
 
-    def submit(self, request: EngineRequest) -> None:
-        """Queues a request, already hashed, whose outputs go to `on_outputs`; raises as `generate` does."""
-        self._check_acceptable(request)
-        self._add(request)
+    def submit(self, body: Sequence[EngineRequest]) -> None:
+        """Queues the requests of one body, prepared already; outputs go to `on_outputs`. Raises as `generate_all`."""
+        self._add(self._admitted(body))
 
-    def _add(self, asked: EngineRequest) -> None:
-        tokens = unpack_ints(asked.prompt_token_ids)
-        sampling = asked.sampling
-        now = self._now()
-        request = Request(
-            request_id=asked.request_id,
-            tokens=tokens,
-            prompt_len=len(tokens),
-            sampling=sampling,
-            end_token_ids=frozenset(sampling.end_token_ids),
-            chain=split_chain(asked.block_hashes),
-            root=root_hash(asked.cache_salt),
-            max_total_len=min(len(tokens) + sampling.max_tokens, self.info.max_model_len),
-            priority=asked.priority,
-            arrival_rank=self._scheduler.next_rank(),
-            arrived_at=now,
-            deadline=None if asked.deadline_ms is None else now + asked.deadline_ms / 1e3,
-            sampling_bytes=sampling_bytes(sampling),
-        )
-        self._scheduler.add(request, now)
+    def _admitted(self, body: Sequence[EngineRequest]) -> list[Request]:
+        if self._over is not None:
+            raise EngineDead(self._over)
+        if self._draining:
+            raise EngineDraining("the engine is draining and takes no new requests")
+        return self._door.admit(body, self._now())
+
+    def _add(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._scheduler.add(request, request.arrived_at)
         self._empty.clear()
         self._changed()
 
-    def _check_acceptable(self, asked: EngineRequest) -> None:
-        prompt_len = len(asked.prompt_token_ids) // BYTES_PER_INT
-        if self._failure is not None:
-            raise EngineDead(self._failure)
-        if self._draining:
-            raise EngineDraining("the engine is draining and takes no new requests")
-        if asked.request_id in self._scheduler:
-            raise RequestRejected(f"a request with id {asked.request_id} is running already")
-        if max(asked.sampling.logprobs, asked.sampling.prompt_logprobs) > self._config.max_logprobs:
-            raise RequestRejected(f"at most {self._config.max_logprobs} logprobs per token are given (--max-logprobs)")
-        if sampling_bytes(asked.sampling) > self._sampling_room:
-            raise RequestRejected(f"grammar and logit_bias together may take {self._sampling_room} bytes of a message")
-        if prompt_len == 0:
-            raise RequestRejected("the prompt is empty; it needs at least one token")
-        if prompt_len >= self.info.max_model_len + (asked.sampling.max_tokens == 0):
-            raise RequestRejected(
-                f"the prompt has {prompt_len} tokens; the maximum context length is "
-                f"{self.info.max_model_len} tokens, prompt and output together"
-            )
-        self._check_room(asked.request_id, prompt_len)
-
-    def _check_room(self, request_id: str, prompt_len: int) -> None:
-        config, scheduler = self._config, self._scheduler
-        queued, tokens = scheduler.num_queued, scheduler.intake.queued_tokens
-        full = ""
-        if config.max_queued_requests is not None and queued >= config.max_queued_requests:
-            full = f"{queued} requests wait already (--max-queued-requests)"
-        elif config.max_queued_tokens is not None and queued and tokens + prompt_len > config.max_queued_tokens:
-            full = f"{tokens} prompt tokens wait already (--max-queued-tokens {config.max_queued_tokens})"
-        if full:
-            scheduler.reject("queue_full", full, request_id)
-            raise QueueFull(f"the queue is full: {full}", retry_after_s=scheduler.backlog_s())
-
     def abort(self, request_id: str, *, reason: str = "aborted by the client") -> None:
         """See `EngineClient.abort`."""
-        if self._failure is None and (request := self._scheduler.abort(request_id, self._now(), reason)) is not None:
+        if self._over is None and (request := self._scheduler.abort(request_id, self._now(), reason)) is not None:
             self._deliver_end(request, "abort", reason)
 
     def finish(self, request_id: str) -> None:
         """See `EngineClient.finish`."""
-        if self._failure is None and (request := self._scheduler.finish(request_id, self._now())) is not None:
+        if self._over is None and (request := self._scheduler.finish(request_id, self._now())) is not None:
             self._deliver_end(request, "stop", "")
 
     def _deliver_end(self, request: Request, reason: Any, error: str) -> None:
@@ -303,7 +255,7 @@ class LocalEngine:
 
     def _turn(self) -> None:
         self._turn_due = False
-        if self._failure is not None:
+        if self._over is not None:
             return
         try:
             self._submit_steps()
@@ -365,7 +317,7 @@ class LocalEngine:
         return self._latest
 
     def _on_result(self, result: StepResult) -> None:
-        if self._failure is not None:
+        if self._over is not None:
             return
         now = self._last_result_at = self._now()
         try:
@@ -382,12 +334,17 @@ class LocalEngine:
         self._fail(failure.message)
 
     def _fail(self, cause: str) -> None:
-        if self._failure is None:
+        if self._over is None:
             self._failure = cause
+            self._end(cause)
+            self._failed.set()
+
+    def _end(self, cause: str) -> None:
+        if self._over is None:
+            self._over = cause
             self._set_alarm(None)
             self._streams.fail_all(EngineDead(cause))
             self._empty.set()
-            self._failed.set()
 
     # Looking in ----------------------------------------------------------------------------------
 
@@ -442,9 +399,3 @@ class LocalEngine:
                 for s in scheduler.in_flight
             ],
         }
-
-
-def sampling_bytes(sampling: SamplingParams) -> int:
-    """Upper bound of what grammar, logit_bias and end tokens take in a message."""
-    grammar = 0 if sampling.grammar is None else len(sampling.grammar.source.encode())
-    return grammar + 16 * len(sampling.logit_bias) + 8 * len(sampling.end_token_ids)

@@ -22,7 +22,7 @@ from atom_async.wire.messages import WorkerProgress
 from atom_async.wire.parent import die_with
 
 from . import ipc
-from .client import EngineDraining, EngineError, EngineOutput, QueueFull
+from .client import EngineDead, EngineDraining, EngineError, EngineOutput, QueueFull
 from .local import LocalEngine
 from .process_workers import ProcessWorkers
 from .workers import WorkerStartError
@@ -119,9 +119,9 @@ class EngineServer:
 
     def _submit(self, message: ipc.Submit) -> None:
         try:
-            self._engine.submit(message.request)
+            self._engine.submit(message.body())
         except EngineError as error:
-            self._channel.send(_rejection(message.request.request_id, error))
+            self._channel.send(_rejection(message.requests[0].request_id, error))
 
     def _send_outputs(self, outputs: list[EngineOutput]) -> None:
         self._channel.send(ipc.Outputs(outputs))
@@ -150,6 +150,8 @@ def _rejection(request_id: str, error: EngineError) -> ipc.Rejected:
             return ipc.Rejected(request_id, "full", str(error), error.retry_after_s)
         case EngineDraining():
             return ipc.Rejected(request_id, "draining", str(error))
+        case EngineDead():
+            return ipc.Rejected(request_id, "dead", str(error))
         case _:
             return ipc.Rejected(request_id, "rejected", str(error))
 

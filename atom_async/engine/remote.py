@@ -7,7 +7,7 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from atom_async.config import EngineConfig
@@ -27,11 +27,12 @@ from .client import (
     QueueFull,
     RequestRejected,
 )
-from .prompt_hash import hashed
-from .streams import StreamTable
+from .prompts import prepared
+from .streams import StreamTable, one_by_one
 from .workers import WorkerStartError
 
 STOP_GRACE_S = 10.0
+STOPPED = "the engine was stopped"
 
 
 class RemoteEngine:
@@ -103,7 +104,7 @@ class RemoteEngine:
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """Ends the engine and its workers; open streams raise EngineDead. Idempotent."""
         self._stopping = True
-        self._end_all("the engine was stopped")
+        self._end_all(STOPPED)
         if self._channel is not None:
             self._channel.send(ipc.Stop())
         if self._child is not None:
@@ -131,21 +132,37 @@ class RemoteEngine:
 
     # Requests ------------------------------------------------------------------------------------
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient.generate`."""
-        if self._config.enable_prefix_caching:
-            request = await hashed(request, self.info.block_size)
-        if self._failure is not None:
-            raise EngineDead(self._failure)
-        if request.request_id in self._streams:
-            raise RequestRejected(f"a request with id {request.request_id} is running already")
-        stream = self._streams.open(request.request_id)
+        return one_by_one(self.generate_all([request]))
+
+    async def generate_all(self, body: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
+        """See `EngineClient.generate_all`."""
+        body = await prepared(body, self.info, caching=self._config.enable_prefix_caching)
+        self._check_alive()
+        ids = [request.request_id for request in body]
+        for index, request_id in enumerate(ids):
+            if request_id in self._streams or request_id in ids[:index]:
+                raise RequestRejected(f"a request with id {request_id} is running already")
+        stream = self._streams.open(ids)
         try:
-            self._send(ipc.Submit(request))
-            async for output in stream:
-                yield output
+            self._submit(body)
+            async for outputs in stream:
+                yield outputs
         finally:
             await stream.aclose()
+
+    def _submit(self, body: Sequence[EngineRequest]) -> None:
+        try:
+            self._send(ipc.Submit.of(body))
+        except FramingError as error:
+            raise RequestRejected(f"the prompts of one request are too large together: {error}") from error
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDead(self._failure)
+        if self._stopping:
+            raise EngineDead(STOPPED)
 
     def _abandoned(self, request_id: str) -> None:
         self.abort(request_id, reason="the client left")
@@ -169,8 +186,7 @@ class RemoteEngine:
         return (await self._ask("state")).state or {}
 
     async def _ask(self, what: str) -> ipc.Answer:
-        if self._failure is not None:
-            raise EngineDead(self._failure)
+        self._check_alive()
         number = next(self._numbers)
         future: asyncio.Future[ipc.Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
@@ -201,7 +217,7 @@ class RemoteEngine:
             cause = f"the engine sent what cannot be understood: {error}"
             self._child.kill()
         if not cause:
-            await self._child.wait()
+            await self._child.end(STOP_GRACE_S)
             cause = f"the engine process (pid {self._child.pid}) {self._child.ending}"
         if not self._stopping:
             self._fail(cause)
@@ -241,5 +257,7 @@ def _refusal(message: ipc.Rejected) -> EngineError:
             return QueueFull(message.message, retry_after_s=message.retry_after_s)
         case "draining":
             return EngineDraining(message.message)
-        case _:
+        case "dead":
+            return EngineDead(message.message)
+        case "rejected":
             return RequestRejected(message.message)

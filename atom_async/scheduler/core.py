@@ -129,10 +129,6 @@ class Scheduler:
         """Says that a request was turned away at the door."""
         self._emit(RequestRejected(request_id=request_id, reason=reason, message=message))
 
-    def backlog_s(self) -> float:
-        """Predicted seconds until what is queued now has been computed; at least one."""
-        return max(self.costs.tokens_ms(self.intake.queued_tokens, 0.0) / 1e3, 1.0)
-
     # Deciding ------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Plan:
@@ -249,6 +245,7 @@ class Scheduler:
         self.pool.acquire(planned)
         request.blocks = reuse.blocks + planned
         request.present = reuse.present
+        request.group.started = True
         if request.admitted_at < 0:
             request.admitted_at = now
             request.cached_tokens = min(chunk.start, request.prompt_len)
@@ -407,6 +404,7 @@ class Scheduler:
 
     def _end(self, request: Request, state: State, outcome: ReleaseOutcome, now: float) -> None:
         if request.state is State.RUNNING:
+            self.counters.stayed(now - request.admitted_at)
             self._leave(request)
         self.intake.end(request, outcome, now)
         request.become(state)

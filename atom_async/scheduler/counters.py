@@ -30,3 +30,8 @@ class Counters:
     holds: int = 0
     fires: Counter[str] = field(default_factory=Counter)
     """By reason."""
+    mean_stay_s: float = 0.0
+    """Exponentially weighted, from first admission to the end; 0: nobody has ended yet."""
+
+    def stayed(self, seconds: float) -> None:
+        self.mean_stay_s += (seconds - self.mean_stay_s) / 8 if self.mean_stay_s else seconds

@@ -98,7 +98,7 @@ class Intake:
     def arrive(self, request: Request, now: float) -> None:
         """A new request, or one that was preempted."""
         request.queued_at = now
-        if request.deadline is not None and request.admitted_at < 0:
+        if request.deadline is not None and not request.group.started:
             self._set_alarm(request.deadline, Alarm.EXPIRE, request)
         self._unplaced.append(request)
 
@@ -447,4 +447,4 @@ class Intake:
         if kind is Alarm.BYPASS:
             passed_for = request.blocked_since + self._limits.max_bypass_s
             return request.state is State.BLOCKED and not request.reserved and passed_for == when
-        return request.queued and request.admitted_at < 0
+        return request.queued and not request.group.started

@@ -51,6 +51,13 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 
 @dataclass(slots=True, eq=False)
+class Group:
+    """The requests of one body: their deadline is over once one of them was started."""
+
+    started: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """Positions of a running request, in tokens:
 
@@ -76,7 +83,8 @@ class Request:
     arrival_rank: int
     arrived_at: float
     deadline: float | None = None
-    """Still in the queue then, before its first admission, it fails."""
+    """It fails if none of its group has been started by then."""
+    group: Group = field(default_factory=Group)
     sampling_bytes: int = 0
     """Size of `sampling` in a message, as far as it may be large (grammar, logit_bias)."""
     state: State = State.READY

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from atom_async.engine.client import (
     EngineInfo,
@@ -73,6 +76,34 @@ class ScriptedEngine:
             self.running.discard(request.request_id)
             if not over:
                 self.left_early.append(request.request_id)
+
+    async def generate_all(self, body: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
+        """The scripts side by side; the first that raises ends all."""
+        inbox: asyncio.Queue[EngineOutput | Exception | None] = asyncio.Queue()
+
+        async def play(request: EngineRequest) -> None:
+            try:
+                async with contextlib.aclosing(self.generate(request)) as outputs:
+                    async for output in outputs:
+                        inbox.put_nowait(msgspec.structs.replace(output, request_id=request.request_id))
+                inbox.put_nowait(None)
+            except Exception as error:
+                inbox.put_nowait(error)
+
+        playing = [asyncio.create_task(play(request)) for request in body]
+        left = len(playing)
+        try:
+            while left:
+                item = await inbox.get()
+                if isinstance(item, Exception):
+                    raise item
+                left -= item is None
+                if item is not None:
+                    yield [item]
+        finally:
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
 
     async def gate_reached(self, times: int) -> None:
         """Until requests have come to the gate so many times in all."""

@@ -47,7 +47,7 @@ class Virtual:
             config,
             self.workers,
             max_model_len=4096,
-            vocab_size=1000,
+            vocab_size=50_000,
             dtype="float32",
             clock=self.loop.time,
             offload=inline,

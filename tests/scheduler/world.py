@@ -11,7 +11,7 @@ import msgspec
 
 from atom_async.cache.hashing import hash_chain, root_hash, split_chain
 from atom_async.config import EngineConfig
-from atom_async.engine.local import sampling_bytes
+from atom_async.engine.door import sampling_bytes
 from atom_async.events.schema import Event, ReleaseOutcome
 from atom_async.scheduler.invariants import check, checked_step
 from atom_async.scheduler.outcome import Outcome
