@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from atom_async.wire.grammar import parser_limits, to_llguidance
+from atom_async.wire.grammar import on_deep_stack, parser_limits, to_llguidance
 from atom_async.wire.sampling import Grammar
 
 _COMPILED_KEPT = 64
@@ -56,8 +57,8 @@ class GrammarFactory(Protocol):
 
 
 def _plain(message: str) -> str:
-    """Without the mark that llguidance sets where its parser's state would stand."""
-    return message.replace("<non-verbose/>", "").strip()
+    """Without what llguidance adds for its own developers: a mark where its parser's state would stand, a backtrace."""
+    return message.partition("<backtrace>")[0].replace("<non-verbose/>", "").strip()
 
 
 class LLGuidanceMatcher:
@@ -103,7 +104,7 @@ class LLGuidanceFactory:
         """Many requests share one schema, and copying a compiled one takes microseconds."""
         found = self._compiled.get(grammar)
         if found is None:
-            found = self._compiled[grammar] = self._pool.submit(self._build, grammar)
+            found = self._compiled[grammar] = self._pool.submit(on_deep_stack, functools.partial(self._build, grammar))
             if len(self._compiled) > _COMPILED_KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from atom_async.text.grammar_check import check_grammar, choice_grammar
 from atom_async.wire.sampling import Grammar
+from tests.text import deep
 
 GOOD = {
     "any object": Grammar("json_schema", '{"type": "object"}'),
@@ -61,6 +62,19 @@ def test_bad(name: str) -> None:
     message = check_grammar(grammar)
     assert message is not None
     assert said in message
+
+
+@pytest.mark.parametrize("name", deep.TAKEN)
+def test_the_longest_chain_of_references_is_taken(name: str) -> None:
+    """Followed by recursion: a stack that overflows would end the process."""
+    assert check_grammar(deep.TAKEN[name]()) is None
+
+
+@pytest.mark.parametrize("name", deep.REFUSED)
+def test_the_deepest_nesting_is_refused(name: str) -> None:
+    message = check_grammar(deep.REFUSED[name]())
+    assert message is not None
+    assert 0 < len(message) < 1200
 
 
 @given(st.lists(st.text(), min_size=1, max_size=5))

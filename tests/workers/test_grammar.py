@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from atom_async.model.resolve import ResolvedModel
 from atom_async.text.grammar_check import check_grammar, choice_grammar
 from atom_async.wire.sampling import Grammar
-from workers.grammar import LLGuidanceFactory, grammar_factory
+from tests.text import deep
+from workers.grammar import GrammarError, LLGuidanceFactory, grammar_factory
 from workers.sampling.constrained import forbidding
 
 Make = Callable[..., Any]
@@ -140,6 +141,17 @@ def test_json_does_not_run_away_in_whitespace(generate: Make, vocabulary: Vocabu
 def test_regex_matches_whole(pattern: str, generate: Make) -> None:
     for text in generate(Grammar("regex", pattern)):
         assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize("name", deep.TAKEN)
+def test_the_longest_chain_of_references_gets_an_answer(name: str, generate: Make, factory: LLGuidanceFactory) -> None:
+    grammar = deep.TAKEN[name]()
+    if name != "rules that may be left out":
+        texts = generate(grammar, rows=2)
+        assert all(text == "x" or isinstance(json.loads(text), str) for text in texts)
+        return
+    with pytest.raises(GrammarError, match=r"cannot be compiled: .* grammar.symbols.len[^\n]*$"):
+        factory.compile(grammar).result()
 
 
 def test_lark_arithmetic(generate: Make) -> None:
