@@ -11,6 +11,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+MOST = 2**31 - 1
+"""Bound of every count, so that none overflows where it is used."""
+LONGEST = 1e9
+"""Bound of every duration, in its own unit: what a timer can be set to."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Model, memory and scheduling: what `AsyncEngine` needs."""
@@ -36,16 +41,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="`auto`: float32 on a CPU, the checkpoint's own on a GPU"),
     ] = "auto"
-    tp: Annotated[int, Meta(ge=1, description="tensor-parallel size: worker processes, one a rank")] = 1
+    tp: Annotated[int, Meta(ge=1, le=MOST, description="tensor-parallel size: worker processes, one a rank")] = 1
     max_model_len: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Annotated[int, Meta(ge=1, le=MOST)] | None,
         Meta(description="longest prompt plus output, tokens; default: the model's own limit"),
     ] = None
-    max_num_seqs: Annotated[int, Meta(ge=1, description="most sequences running at once")] = 256
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="token budget: most tokens one step carries")] = 2048
-    block_size: Annotated[int, Meta(ge=1, description="tokens per KV block")] = 16
+    max_num_seqs: Annotated[int, Meta(ge=1, le=MOST, description="most sequences running at once")] = 256
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=1, le=MOST, description="token budget: most tokens one step carries")
+    ] = 2048
+    block_size: Annotated[int, Meta(ge=1, le=MOST, description="tokens per KV block")] = 16
     kv_cache_memory: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Annotated[int, Meta(ge=1, le=2**63 - 1)] | None,
         Meta(
             description="bytes of KV cache per rank (suffixes K, M, G, KiB, MiB, GiB); default: from what is free",
         ),
@@ -58,13 +65,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="share of GPU memory for weights, activations and KV, when --kv-cache-memory is not given",
         ),
     ] = 0.9
-    max_logprobs: Annotated[int, Meta(ge=0, description="most log-probabilities per token a request may ask for")] = 20
+    max_logprobs: Annotated[
+        int, Meta(ge=0, le=MOST, description="most log-probabilities per token a request may ask for")
+    ] = 20
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of equal prompt prefixes")] = True
     enable_chunked_prefill: Annotated[
         bool, Meta(description="compute a prompt in several steps; off needs a token budget of --max-model-len")
     ] = True
     max_chunk_tokens: Annotated[
-        int, Meta(ge=0, description="most tokens of one prompt in a step; 0: as the budget and --itl-target-ms allow")
+        int,
+        Meta(
+            ge=0, le=MOST, description="most tokens of one prompt in a step; 0: as the budget and --itl-target-ms allow"
+        ),
     ] = 0
     step_policy: Annotated[
         Literal["mixed", "separate"],
@@ -73,7 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     itl_target_ms: Annotated[
         str,
         Meta(
-            pattern=r"^(auto|off|\d+(\.\d+)?)$",
+            pattern=r"^(auto|off|[0-9]{1,9}(\.[0-9]{1,9})?)\Z",
             description="predicted time that a step with decodes and prefill may take: milliseconds, `auto` (from the "
             "costs measured) or `off`",
         ),
@@ -86,16 +98,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "least-work"
     overtake_factor: Annotated[
         float,
-        Meta(ge=0, description="a prefill may be overtaken by smaller ones for this many times its own predicted time"),
+        Meta(
+            ge=0,
+            le=LONGEST,
+            description="a prefill may be overtaken by smaller ones for this many times its own predicted time",
+        ),
     ] = 4.0
     max_bypass_ms: Annotated[
         float,
         Meta(
-            ge=0, description="how long others may pass a request that does not fit into memory, before it is kept free"
+            ge=0,
+            le=LONGEST,
+            description="how long others may pass a request that does not fit into memory, before it is kept free",
         ),
     ] = 1000.0
     prefix_wait_ms: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
+        Annotated[float, Meta(ge=0, le=LONGEST)] | None,
         Meta(description="longest wait for a prefix that another request computes; default: while that one gets on"),
     ] = None
     coalesce_target_fill: Annotated[
@@ -107,14 +125,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 0.0
     coalesce_quiet_ms: Annotated[
-        float, Meta(ge=0, description="held prefill starts when it has not grown for so long")
+        float, Meta(ge=0, le=LONGEST, description="held prefill starts when it has not grown for so long")
     ] = 20.0
-    coalesce_max_hold_ms: Annotated[float, Meta(ge=0, description="longest hold")] = 200.0
+    coalesce_max_hold_ms: Annotated[float, Meta(ge=0, le=LONGEST, description="longest hold")] = 200.0
     prefill_max_queue_ms: Annotated[
-        float, Meta(ge=0, description="a request that arrived so long ago ends every hold")
+        float, Meta(ge=0, le=LONGEST, description="a request that arrived so long ago ends every hold")
     ] = 1000.0
     partial_max_hold_ms: Annotated[
-        float, Meta(ge=0, description="longest hold of a half-done prefill, all its holds together")
+        float, Meta(ge=0, le=LONGEST, description="longest hold of a half-done prefill, all its holds together")
     ] = 100.0
     kv_high_watermark: Annotated[
         float, Meta(ge=0, le=1, description="share of KV in use from which nothing is held: running requests must end")
@@ -123,20 +141,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(ge=0, le=1, description="share of KV in use below which nothing is held")
     ] = 0.0
     prefill_decode_interval: Annotated[
-        int, Meta(ge=0, description="decode-only steps that follow a step with prefill, unless a bound is reached")
+        int,
+        Meta(ge=0, le=MOST, description="decode-only steps that follow a step with prefill, unless a bound is reached"),
     ] = 0
     max_decode_gap_ms: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
+        Annotated[float, Meta(gt=0, le=LONGEST)] | None,
         Meta(description="longest predicted time between two steps of a decoding request that prefill may cause"),
     ] = None
     policy: Annotated[
         str, Meta(description="`default`, or package.module:Class of your own order, holds and step bounds")
     ] = "default"
     max_queued_requests: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="requests that may wait; more get 429; default: no limit")
+        Annotated[int, Meta(ge=1, le=MOST)] | None,
+        Meta(description="requests that may wait; more get 429; default: no limit"),
     ] = None
     max_queued_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Annotated[int, Meta(ge=1, le=MOST)] | None,
         Meta(description="uncached prompt tokens that may wait; more get 429; default: no limit"),
     ] = None
     max_steps_in_flight: Annotated[
@@ -144,15 +164,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(ge=1, le=2, description="steps queued on the workers: 2 plans the next step while one computes"),
     ] = 2
     step_timeout: Annotated[
-        float, Meta(gt=0, description="seconds after which a step that does not come back fails the engine")
+        float, Meta(gt=0, le=LONGEST, description="seconds after which a step that does not come back fails the engine")
     ] = 120.0
-    startup_timeout: Annotated[float, Meta(gt=0, description="seconds a worker may take to load")] = 1800.0
+    startup_timeout: Annotated[float, Meta(gt=0, le=LONGEST, description="seconds a worker may take to load")] = 1800.0
     threads: Annotated[
-        int, Meta(ge=0, description="CPU threads per worker; 0: the machine's cores divided by the ranks")
+        int, Meta(ge=0, le=MOST, description="CPU threads per worker; 0: the machine's cores divided by the ranks")
     ] = 0
     seed: Annotated[
         int,
-        Meta(ge=0, description="seeds what is random in the engine, such as sampling without a request seed"),
+        Meta(
+            ge=0,
+            le=2**63 - 1,
+            description="seeds what is random in the engine, such as sampling without a request seed",
+        ),
     ] = 0
     simulation: Annotated[str, Meta(description="JSON options of `--device simulated`")] = "{}"
 
@@ -178,12 +202,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="how tool calls are read from the output; `auto` looks at the chat template"),
     ] = "auto"
     drain_timeout: Annotated[
-        float, Meta(ge=0, description="seconds that running requests get to finish after SIGTERM or Ctrl-C")
+        float, Meta(ge=0, le=LONGEST, description="seconds that running requests get to finish after SIGTERM or Ctrl-C")
     ] = 30.0
     failure_linger: Annotated[
         float,
         Meta(
             ge=0,
+            le=LONGEST,
             description="seconds that /health goes on answering 503 with the cause after an engine failure",
         ),
     ] = 5.0

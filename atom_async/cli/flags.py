@@ -31,6 +31,7 @@ ALIASES = {
 
 ATOM_VARIABLES = {
     "ATOM_PREFILL_DELAYER_TARGET_FILL": "coalesce_target_fill",
+    "ATOM_PREFILL_DELAYER_MAX_DELAY_MS": "coalesce_max_hold_ms",
     "ATOM_PREFILL_DELAYER_MAX_QUEUE_MS": "prefill_max_queue_ms",
     "ATOM_PREFILL_DELAYER_KV_HIGH_WATERMARK": "kv_high_watermark",
     "ATOM_PREFILL_DELAYER_TOKEN_USAGE_LOW_WATERMARK": "kv_low_watermark",
@@ -136,27 +137,27 @@ def _shown_default(setting: Setting) -> str:
 def load_config(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[EngineConfig, ServeConfig]:
     """The settings: flag, else environment variable, else default. Raises ConfigError."""
     _refuse_ticks(environ)
-    environ = _translated(environ)
+    variables = _variables(environ)
     given = dict(vars(args))
     model = given.pop("model_argument", None)
     if model is not None and given.get("model") not in (None, model):
         raise ConfigError(f"MODEL is {model} and --model is {given['model']}; give one of them")
     given["model"] = model if model is not None else given.get("model")
-    return _load(EngineConfig, given, environ), _load(ServeConfig, given, environ)
+    return _load(EngineConfig, given, variables), _load(ServeConfig, given, variables)
 
 
 C = typing.TypeVar("C", bound=msgspec.Struct)
 
 
-def _load(config: type[C], given: Mapping[str, Any], environ: Mapping[str, str]) -> C:
+def _load(config: type[C], given: Mapping[str, Any], variables: Mapping[str, _Variable]) -> C:
     values = {}
     for setting in settings_of(config):
         if given.get(setting.name) is not None:
             values[setting.name] = _checked(setting, given[setting.name], setting.flag)
-        elif setting.variable in environ:
-            text = environ[setting.variable]
+        elif (variable := variables.get(setting.variable)) is not None:
+            text = variable.text
             items = [item for item in text.split(",") if item] if setting.is_tuple else text
-            values[setting.name] = _checked(setting, items, setting.variable)
+            values[setting.name] = _checked(setting, items, variable.name)
     return config(**values)
 
 
@@ -169,7 +170,7 @@ def _checked(setting: Setting, value: Any, source: str) -> Any:
         elif isinstance(value, str) and re.fullmatch(r"\.\d+", value):
             value = "0" + value
         return msgspec.convert(value, setting.hint, strict=False)
-    except (msgspec.ValidationError, ValueError) as error:
+    except (msgspec.ValidationError, ValueError, OverflowError) as error:
         shown = "" if setting.name == "api_key" else f" {value!r}"
         if "matching regex" in str(error):
             raise ConfigError(f"{source}{shown}: {setting.description}") from error
@@ -190,27 +191,42 @@ def _size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _translated(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment with ATOM's variables under our names."""
-    ours = dict(environ)
+@dataclass(frozen=True, slots=True)
+class _Variable:
+    """What the environment says of one setting."""
+
+    name: str
+    """The variable that was set: ours, or ATOM's."""
+    text: str
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, _Variable]:
+    """By the name of our variable. Raises ConfigError where ATOM's variables contradict ours."""
+    found = {name: _Variable(name, text) for name, text in environ.items()}
     for theirs, setting in ATOM_VARIABLES.items():
-        name = PREFIX + setting.upper()
         if theirs in environ:
-            if ours.get(name, environ[theirs]) != environ[theirs]:
-                raise ConfigError(f"{theirs} is {environ[theirs]} and {name} is {ours[name]}: unset one of them")
-            ours[name] = environ[theirs]
+            _place(found, PREFIX + setting.upper(), _Variable(theirs, environ[theirs]))
     if ENABLE_DELAYER not in environ:
-        return ours
+        return found
     fill = PREFIX + "COALESCE_TARGET_FILL"
+    text = environ[ENABLE_DELAYER]
     try:
-        enabled = _boolean(environ[ENABLE_DELAYER])
+        enabled = _boolean(text)
     except ValueError as error:
-        raise ConfigError(f"{ENABLE_DELAYER} {environ[ENABLE_DELAYER]!r}: {error}") from error
+        raise ConfigError(f"{ENABLE_DELAYER} {text!r}: {error}") from error
     if enabled:
-        ours.setdefault(fill, str(DELAYER_FILL))
+        found.setdefault(fill, _Variable(ENABLE_DELAYER, str(DELAYER_FILL)))
     else:
-        ours[fill] = "0"
-    return ours
+        if fill in environ and environ[fill].strip("0.") != "":
+            raise ConfigError(f"{ENABLE_DELAYER} is {text} and {fill} is {environ[fill]}: unset one of them")
+        found[fill] = _Variable(ENABLE_DELAYER, "0")
+    return found
+
+
+def _place(found: dict[str, _Variable], ours: str, theirs: _Variable) -> None:
+    if ours in found and found[ours].text != theirs.text:
+        raise ConfigError(f"{theirs.name} is {theirs.text} and {ours} is {found[ours].text}: unset one of them")
+    found[ours] = theirs
 
 
 def _refuse_ticks(environ: Mapping[str, str]) -> None:

@@ -155,6 +155,21 @@ def test_what_cannot_be_names_its_source(arguments: list[str], environ: dict[str
         load(*arguments, **environ)
 
 
+NUMBERS = [s for s in SETTINGS if isinstance(VALUES.get(s.name, ("", ""))[1], int | float) and not s.is_bool]
+
+
+@pytest.mark.parametrize("text", ["9" * 30, "9" * 400, "1e400", "inf", "nan", "-1", "1_0", "\u0663", "5\n", "5 5", ""])
+@pytest.mark.parametrize(
+    "setting", [*NUMBERS, *(s for s in SETTINGS if s.name == "itl_target_ms")], ids=lambda s: s.name
+)
+def test_no_number_is_beyond_what_is_counted_with(setting: Any, text: str) -> None:
+    try:
+        answer = value_of(load(f"{setting.flag}={text}"), setting.name)
+    except ConfigError as error:
+        answer = str(error)
+    assert setting.flag in answer if isinstance(answer, str) else 0 <= answer < 2**63
+
+
 @pytest.mark.parametrize("name", sorted(TICK_COUNTED))
 def test_tick_counted_variables_stop_the_start(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*--{TICK_COUNTED[name].replace('_', '-')}"):
@@ -165,6 +180,7 @@ def test_atoms_own_variables_set_the_same_here() -> None:
     environ = {
         "ATOM_ENABLE_PREFILL_DELAYER": "1",
         "ATOM_PREFILL_DECODE_INTERVAL": "4",
+        "ATOM_PREFILL_DELAYER_MAX_DELAY_MS": "150",
         "ATOM_PREFILL_DELAYER_MAX_QUEUE_MS": "700",
         "ATOM_PREFILL_DELAYER_KV_HIGH_WATERMARK": "0.8",
         "ATOM_PREFILL_DELAYER_TOKEN_USAGE_LOW_WATERMARK": "0.1",
@@ -172,6 +188,7 @@ def test_atoms_own_variables_set_the_same_here() -> None:
     config, _ = load(**environ)
     assert (config.coalesce_target_fill, config.prefill_decode_interval, config.prefill_max_queue_ms) == (0.5, 4, 700)
     assert (config.kv_high_watermark, config.kv_low_watermark) == (0.8, 0.1)
+    assert config.coalesce_max_hold_ms == 150
     assert environment_warnings(environ) == []
     config, _ = load(**environ, ATOM_PREFILL_DELAYER_TARGET_FILL="0.25")
     assert config.coalesce_target_fill == 0.25
@@ -186,7 +203,8 @@ def test_atoms_own_variables_set_the_same_here() -> None:
     [
         ({"ATOM_ENABLE_PREFILL_DELAYER": "perhaps"}, "ATOM_ENABLE_PREFILL_DELAYER"),
         ({"ATOM_PREFILL_DELAYER_MAX_QUEUE_MS": "5", "ATOM_PREFILL_MAX_QUEUE_MS": "6"}, "unset one of them"),
-        ({"ATOM_PREFILL_DELAYER_TARGET_FILL": "7"}, "<= 1"),
+        ({"ATOM_PREFILL_DELAYER_TARGET_FILL": "7"}, "ATOM_PREFILL_DELAYER_TARGET_FILL '7'.*<= 1"),
+        ({"ATOM_ENABLE_PREFILL_DELAYER": "0", "ATOM_COALESCE_TARGET_FILL": "0.5"}, "unset one of them"),
     ],
 )
 def test_atoms_own_variables_are_checked(environ: dict[str, str], words: str) -> None:
