@@ -6,14 +6,13 @@ Not for people: descriptors come by number, and without the engine at the other 
 from __future__ import annotations
 
 import argparse
-import signal
 import socket
 import sys
 
 from atom_async.wire.doorbell import Doorbell
 from atom_async.wire.framing import BlockingChannel
 from atom_async.wire.messages import ControlMessage, WorkerInit
-from atom_async.wire.parent import die_with
+from atom_async.wire.parent import die_with, leave_signals_to_the_parent
 from atom_async.wire.ring import Ring
 
 from .loop import Endpoint, Runner, serve
@@ -24,7 +23,7 @@ FD_ARGUMENTS = ("control-fd", "plans-fd", "results-fd", "plan-bell-fd", "result-
 def main() -> int:
     arguments = _parse()
     die_with(arguments.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the engine decides
+    leave_signals_to_the_parent()
     endpoint = Endpoint(
         rank=arguments.rank,
         channel=BlockingChannel(socket.socket(fileno=arguments.control_fd), ControlMessage),

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 
 import msgspec
 
-from atom_async.engine.client import EngineDead, EngineDraining, EngineError, EngineOutput, QueueFull, RequestRejected
+from atom_async.engine.client import (
+    EngineDead,
+    EngineDraining,
+    EngineError,
+    EngineOutput,
+    EngineStopped,
+    QueueFull,
+    RequestRejected,
+)
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -69,6 +77,8 @@ def from_engine(error: EngineError) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers={"retry-after": wait})
         case EngineDraining():
             return ApiError(503, str(error), code="draining", headers={"retry-after": "5"})
+        case EngineStopped():
+            return ApiError(503, "the server was stopped before the request had ended", code="engine_stopped")
         case EngineDead():
             return ApiError(503, f"the engine has failed: {error}", code="engine_failed")
         case _:

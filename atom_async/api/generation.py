@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -62,6 +63,9 @@ async def answer(request: Request, body: SharedFields, generation: Generation, s
         await until_disconnect(request.receive, collect(outputs, shape.add))
     except ClientLeft:
         return Response(status_code=CLIENT_LEFT)
+    if any(sequence.request.sampling.prompt_logprobs >= 0 for sequence in generation.sequences):
+        # tens of objects a prompt token: seconds for a long prompt
+        return await asyncio.to_thread(lambda: JsonReply(shape.whole()))
     return JsonReply(shape.whole())
 
 

@@ -110,11 +110,8 @@ class Sequence:
         self._meter.left()
 
     def _push(self, piece: Piece, output: EngineOutput) -> None:
-        before = self._assembler.token_total
         delta = self._assembler.push(output.token_ids, output.logprobs, stop_token_id=output.stop_token_id)
-        piece.produced = output.token_ids
-        if self._assembler.stopped_by is not None:
-            piece.produced = output.token_ids[: self._assembler.token_total - before]
+        piece.produced = output.token_ids[: delta.produced]
         self.completion_tokens += len(piece.produced)
         _extend(piece, delta)
 

@@ -135,10 +135,17 @@ class Server:
         return done
 
     async def _load(self) -> None:
-        """Tokenizer and workers at once."""
-        loading_text = asyncio.create_task(asyncio.to_thread(load_text, self._model, self._serve_config))
-        await self._engine.start(self._progress)
-        self._state.begin(Served(self._engine, await loading_text, self._names, self._model))
+        """Tokenizer and workers at once; when one cannot be loaded, the other is given up. Raises as `run`."""
+        text = asyncio.create_task(asyncio.to_thread(load_text, self._model, self._serve_config))
+        engine = asyncio.create_task(self._engine.start(self._progress))
+        try:
+            await asyncio.gather(text, engine)
+        except BaseException:
+            text.cancel()
+            engine.cancel()
+            await asyncio.gather(text, engine, return_exceptions=True)
+            raise
+        self._state.begin(Served(self._engine, text.result(), self._names, self._model))
 
     def _progress(self, progress: WorkerProgress) -> None:
         """A line for each stage, and for each fifth of the weights."""
@@ -157,7 +164,7 @@ class Server:
     async def _linger(self, signals: Signals) -> int:
         """The engine is dead: /health says why until somebody has had the time to look."""
         self._state.metrics.engine_up = False
-        log.error("engine failed: %s", self._engine.failure)
+        self._log_failure()
         try:
             async with asyncio.timeout(self._serve_config.failure_linger):
                 await signals.first.wait()
@@ -173,7 +180,13 @@ class Server:
                 await self._first_of(self._engine.drain(), signals.second.wait())
         except TimeoutError:
             log.warning("requests still running after %g s end with an error", self._serve_config.drain_timeout)
-        return 1 if self._engine.failure is not None else 0
+        if self._engine.failure is None:
+            return 0
+        self._log_failure()
+        return 1
+
+    def _log_failure(self) -> None:
+        log.error("engine failed: %s", self._engine.failure)
 
 
 def _facts(model: ResolvedModel) -> ModelFacts:

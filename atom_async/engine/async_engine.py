@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import secrets
+import random
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +22,7 @@ from atom_async.wire.sampling import SamplingParams
 from .client import EngineInfo, EngineOutput, EngineRequest, EngineStats, FinishReason, TokenLogprob
 from .local import LocalEngine
 from .process_workers import ProcessWorkers
+from .prompts import check_ids
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -39,7 +40,7 @@ class TextOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    """So far, hidden stop tokens included."""
+    """So far: up to the stop, with the token that stops."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or the stop token that ended the text."""
@@ -72,6 +73,7 @@ class AsyncEngine:
         self._template: ChatTemplate | None = None
         self._engine: LocalEngine
         self._ids = itertools.count(1)
+        self._seeds = random.Random(config.seed)
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -146,7 +148,7 @@ class AsyncEngine:
         Args:
             prompt: text, token ids, or chat messages (rendered with the model's template).
             sampling: all settings at once, end_token_ids included; otherwise `settings` are fields of
-                SamplingParams, EOS ends the output unless `ignore_eos`, and a seed is drawn.
+                SamplingParams, EOS ends the output unless `ignore_eos`, and a seed is drawn from `config.seed`.
             stop: strings that end the text; they are not part of it.
             priority: lower runs first.
             deadline_ms: a request that has not been started by then ends with finish_reason `error`.
@@ -169,8 +171,8 @@ class AsyncEngine:
         # aclosing: a generator left early must end the one inside it now, not when it is collected
         async with contextlib.aclosing(self._engine.generate(request)) as stream:
             async for output in stream:
-                completion_tokens += len(output.token_ids)
                 delta = assembler.push(output.token_ids, output.logprobs, stop_token_id=output.stop_token_id)
+                completion_tokens += delta.produced
                 rest = assembler.finish() if output.finish_reason is not None else None
                 if assembler.stopped_by is not None:
                     self._engine.finish(request.request_id)
@@ -183,6 +185,7 @@ class AsyncEngine:
             return self.tokenizer.encode(prompt)
         ids = [item for item in prompt if isinstance(item, int)]
         if len(ids) == len(prompt):
+            check_ids(ids, self.info.vocab_size)
             return ids
         if self._template is None:
             raise ValueError(f"{self.model.name} has no chat template: give text or token ids instead of messages")
@@ -195,7 +198,7 @@ class AsyncEngine:
                 raise ValueError("give either sampling or single settings, not both")
             return given
         ends = tuple(settings.pop("end_token_ids", ())) + (() if ignore_eos else self.model.text.eos_ids)
-        defaults = {"max_tokens": DEFAULT_MAX_TOKENS, "seed": secrets.randbits(32)}
+        defaults = {"max_tokens": DEFAULT_MAX_TOKENS, "seed": self._seeds.getrandbits(64)}
         values = defaults | settings | {"end_token_ids": tuple(dict.fromkeys(ends))}
         unknown = values.keys() - set(SamplingParams.__struct_fields__)
         if unknown:

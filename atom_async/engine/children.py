@@ -63,11 +63,6 @@ class Child:
         if self.alive:
             self._process.kill()
 
-    def terminate(self) -> None:
-        """SIGTERM. Nothing when it has ended."""
-        if self.alive:
-            self._process.terminate()
-
     async def wait(self) -> None:
         await self._ended.wait()
 

@@ -148,6 +148,13 @@ class EngineDead(EngineError):
     """The engine or a worker of it is gone; the message names which and why."""
 
 
+class EngineStopped(EngineDead):
+    """It was stopped in order, before the request had ended."""
+
+    def __init__(self, message: str = "the engine was stopped") -> None:
+        super().__init__(message)
+
+
 class EngineDraining(EngineError):
     """The engine takes no new requests."""
 
@@ -179,7 +186,8 @@ class EngineClient(Protocol):
         Submits at the first `anext`. Yields what has come since the last time, one output a sequence, and ends when
         each has had one with a finish_reason; closing the generator early (`contextlib.aclosing`) aborts the rest.
 
-        Raises RequestRejected, QueueFull, EngineDraining, or EngineDead (also in mid-stream).
+        Raises RequestRejected, QueueFull, EngineDraining, or EngineDead (also in mid-stream; EngineStopped after
+        `stop`).
         """
         ...
 
@@ -193,10 +201,12 @@ class EngineClient(Protocol):
         flight may still come before that and mean nothing."""
         ...
 
-    async def stats(self) -> EngineStats: ...
+    async def stats(self) -> EngineStats:
+        """Raises EngineError when dead, or when it does not answer within seconds."""
+        ...
 
     async def state(self) -> dict[str, Any]:
-        """For people: queue, running requests, pool, steps in flight."""
+        """For people: queue, running requests, pool, steps in flight. Raises as `stats`."""
         ...
 
     @property

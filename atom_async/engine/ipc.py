@@ -13,9 +13,9 @@ from atom_async.wire.model import ModelSpec, WeightSource
 
 from .client import EngineInfo, EngineOutput, EngineRequest, EngineStats
 
-MAX_UNREAD_BYTES = 64 << 20
+MAX_UNREAD_BYTES = 256 << 20
 """Outputs that a frontend may leave unread before the engine gives it up for stuck. Its outputs are a few
-dozen bytes a token, so this is minutes of a busy engine's tokens, not a hiccup."""
+dozen bytes a token, so this is minutes of a busy engine's tokens, not a hiccup, nor a few of the largest messages."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     """The body that this request belongs to was not accepted."""
 
     request_id: str
-    kind: Literal["rejected", "full", "draining", "dead"]
+    kind: Literal["rejected", "full", "draining", "stopped", "dead"]
     message: str
     retry_after_s: float = 0.0
 

@@ -24,7 +24,7 @@ from atom_async.scheduler.request import Request
 from atom_async.scheduler.setup import check_settings, make_decider, make_scheduler
 from atom_async.wire.messages import StepPlan, StepResult, WorkerProgress
 
-from .client import EngineDead, EngineDraining, EngineInfo, EngineOutput, EngineRequest, EngineStats
+from .client import EngineDead, EngineDraining, EngineInfo, EngineOutput, EngineRequest, EngineStats, EngineStopped
 from .door import Door
 from .outputs import describe, end_output, output_of
 from .prompts import Offload, prepared
@@ -81,7 +81,7 @@ class LocalEngine:
         uses `submit`."""
         self._turn_due = False
         self._draining = False
-        self._over: str | None = None
+        self._over: EngineDead | None = None
         """Why nothing runs any more."""
         self._failure: str | None = None
         self._failed = asyncio.Event()
@@ -181,7 +181,7 @@ class LocalEngine:
     async def stop(self) -> None:
         """Ends what still runs with an error, then the workers. Idempotent."""
         self.close_intake()
-        self._end("the engine was stopped")
+        self._end(EngineStopped())
         await self._workers.stop()
 
     @property
@@ -218,7 +218,7 @@ class LocalEngine:
 
     def _admitted(self, body: Sequence[EngineRequest]) -> list[Request]:
         if self._over is not None:
-            raise EngineDead(self._over)
+            raise type(self._over)(str(self._over))
         if self._draining:
             raise EngineDraining("the engine is draining and takes no new requests")
         return self._door.admit(body, self._now())
@@ -336,14 +336,14 @@ class LocalEngine:
     def _fail(self, cause: str) -> None:
         if self._over is None:
             self._failure = cause
-            self._end(cause)
+            self._end(EngineDead(cause))
             self._failed.set()
 
-    def _end(self, cause: str) -> None:
+    def _end(self, why: EngineDead) -> None:
         if self._over is None:
-            self._over = cause
+            self._over = why
             self._set_alarm(None)
-            self._streams.fail_all(EngineDead(cause))
+            self._streams.fail_all(why)
             self._empty.set()
 
     # Looking in ----------------------------------------------------------------------------------

@@ -39,6 +39,11 @@ def end_output(request: Request, reason: FinishReason, error: str) -> EngineOutp
     )
 
 
+def too_large(output: EngineOutput, why: Exception) -> EngineOutput:
+    """Instead of an output that no message can carry."""
+    return EngineOutput(request_id=output.request_id, finish_reason="error", error=f"the output is too large: {why}")
+
+
 def _positions(part: SequenceLogprobs) -> list[TokenLogprob]:
     return [
         TokenLogprob(token, logprob, rank, list(zip(top, values, strict=True)))

@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import gc
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Coroutine
@@ -19,11 +18,12 @@ import uvloop
 
 from atom_async.wire.framing import AsyncChannel, FramingError, open_channel
 from atom_async.wire.messages import WorkerProgress
-from atom_async.wire.parent import die_with
+from atom_async.wire.parent import die_with, leave_signals_to_the_parent
 
 from . import ipc
-from .client import EngineDead, EngineDraining, EngineError, EngineOutput, QueueFull
+from .client import EngineDead, EngineDraining, EngineError, EngineOutput, EngineStopped, QueueFull
 from .local import LocalEngine
+from .outputs import too_large
 from .process_workers import ProcessWorkers
 from .workers import WorkerStartError
 
@@ -124,9 +124,21 @@ class EngineServer:
             self._channel.send(_rejection(message.requests[0].request_id, error))
 
     def _send_outputs(self, outputs: list[EngineOutput]) -> None:
-        self._channel.send(ipc.Outputs(outputs))
+        try:
+            self._channel.send(ipc.Outputs(outputs))
+        except FramingError:
+            self._send_one_by_one(outputs)
         if self._channel.unsent_bytes > ipc.MAX_UNREAD_BYTES:
             self._stuck.set()
+
+    def _send_one_by_one(self, outputs: list[EngineOutput]) -> None:
+        """What is too large even alone ends its request: nothing else of the turn is lost with it."""
+        for output in outputs:
+            try:
+                self._channel.send(ipc.Outputs([output]))
+            except FramingError as error:
+                self._channel.send(ipc.Outputs([too_large(output, error)]))
+                self._engine.abort(output.request_id, reason="its output is too large")
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -141,7 +153,8 @@ class EngineServer:
 
     async def _drain(self) -> None:
         await self._engine.drain()
-        self._channel.send(ipc.Drained())
+        if self._engine.failure is None:  # otherwise `Failed` is the answer
+            self._channel.send(ipc.Drained())
 
 
 def _rejection(request_id: str, error: EngineError) -> ipc.Rejected:
@@ -150,6 +163,8 @@ def _rejection(request_id: str, error: EngineError) -> ipc.Rejected:
             return ipc.Rejected(request_id, "full", str(error), error.retry_after_s)
         case EngineDraining():
             return ipc.Rejected(request_id, "draining", str(error))
+        case EngineStopped():
+            return ipc.Rejected(request_id, "stopped", str(error))
         case EngineDead():
             return ipc.Rejected(request_id, "dead", str(error))
         case _:
@@ -199,7 +214,7 @@ def main() -> int:
     parser.add_argument("--log-level", default="info")
     arguments = parser.parse_args()
     die_with(arguments.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend decides
+    leave_signals_to_the_parent()
     logging.basicConfig(
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
     )

@@ -41,9 +41,13 @@ async def prepared(
     return ready
 
 
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestRejected."""
+    if len(ids) and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise RequestRejected(f"token id {wrong} is not in the model's vocabulary of {vocab_size}")
+
+
 def _check_and_hash(request: EngineRequest, info: EngineInfo, caching: bool) -> bytes:
-    ids = unpack_ints(request.prompt_token_ids)
-    if len(ids) and not (min(ids) >= 0 and max(ids) < info.vocab_size):
-        wrong = next(token for token in ids if not 0 <= token < info.vocab_size)
-        raise RequestRejected(f"token id {wrong} is not in the model's vocabulary of {info.vocab_size}")
+    check_ids(unpack_ints(request.prompt_token_ids), info.vocab_size)
     return hash_chain(request.prompt_token_ids, info.block_size, request.cache_salt) if caching else b""

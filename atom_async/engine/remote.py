@@ -24,6 +24,7 @@ from .client import (
     EngineOutput,
     EngineRequest,
     EngineStats,
+    EngineStopped,
     QueueFull,
     RequestRejected,
 )
@@ -32,7 +33,8 @@ from .streams import StreamTable, one_by_one
 from .workers import WorkerStartError
 
 STOP_GRACE_S = 10.0
-STOPPED = "the engine was stopped"
+ANSWER_TIMEOUT_S = 5.0
+"""An engine that leaves a question open for so long is stuck."""
 
 
 class RemoteEngine:
@@ -98,13 +100,13 @@ class RemoteEngine:
                     raise WorkerStartError(message.message)
                 case _:
                     raise WorkerStartError(f"the engine sent {type(message).__name__} before it was ready")
-        await self._child.wait()
+        await self._child.end(STOP_GRACE_S)
         raise WorkerStartError(f"the engine process {self._child.ending} before it was ready")
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
-        """Ends the engine and its workers; open streams raise EngineDead. Idempotent."""
+        """Ends the engine and its workers; open streams raise EngineStopped. Idempotent."""
         self._stopping = True
-        self._end_all(STOPPED)
+        self._end_all(EngineStopped())
         if self._channel is not None:
             self._channel.send(ipc.Stop())
         if self._child is not None:
@@ -162,7 +164,7 @@ class RemoteEngine:
         if self._failure is not None:
             raise EngineDead(self._failure)
         if self._stopping:
-            raise EngineDead(STOPPED)
+            raise EngineStopped
 
     def _abandoned(self, request_id: str) -> None:
         self.abort(request_id, reason="the client left")
@@ -176,13 +178,13 @@ class RemoteEngine:
         self._send(ipc.Finish(request_id))
 
     async def stats(self) -> EngineStats:
-        """Raises EngineDead."""
+        """Raises EngineDead, or EngineError when it does not answer."""
         answer = await self._ask("stats")
         assert answer.stats is not None
         return answer.stats
 
     async def state(self) -> dict[str, Any]:
-        """Raises EngineDead."""
+        """Raises EngineDead, or EngineError when it does not answer."""
         return (await self._ask("state")).state or {}
 
     async def _ask(self, what: str) -> ipc.Answer:
@@ -192,7 +194,10 @@ class RemoteEngine:
         self._answers[number] = future
         try:
             self._send(ipc.Ask(number, what))
-            return await future
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            raise EngineError(f"the engine has not answered for {ANSWER_TIMEOUT_S:g} s") from None
         finally:
             self._answers.pop(number, None)
 
@@ -240,14 +245,14 @@ class RemoteEngine:
     def _fail(self, cause: str) -> None:
         if self._failure is None:
             self._failure = cause
-            self._end_all(cause)
+            self._end_all(EngineDead(cause))
             self._failed.set()
 
-    def _end_all(self, cause: str) -> None:
-        self._streams.fail_all(EngineDead(cause))
+    def _end_all(self, error: EngineDead) -> None:
+        self._streams.fail_all(error)
         for future in self._answers.values():
             if not future.done():
-                future.set_exception(EngineDead(cause))
+                future.set_exception(error)
         self._drained.set()
 
 
@@ -257,6 +262,8 @@ def _refusal(message: ipc.Rejected) -> EngineError:
             return QueueFull(message.message, retry_after_s=message.retry_after_s)
         case "draining":
             return EngineDraining(message.message)
+        case "stopped":
+            return EngineStopped(message.message)
         case "dead":
             return EngineDead(message.message)
         case "rejected":

@@ -31,6 +31,9 @@ class TextDelta(Generic[L]):
     """Where each one's text begins, in characters from the start of the whole output."""
     logprobs: list[L] | None = None
     """One a token, or None when none were given."""
+    produced: int = 0
+    """How many of the tokens pushed belong to the output: up to and with the one that completed a stop string, a
+    hidden stop token included."""
     finished_by_stop: str | None = None
     """The stop string that ended the text."""
 
@@ -84,11 +87,6 @@ class TextAssembler(Generic[L]):
         """The stop string that ended the text; what is pushed afterwards is not shown."""
         return self._matcher.matched if self._matcher else None
 
-    @property
-    def token_total(self) -> int:
-        """Tokens read so far: up to and with the one that completed a stop string, without a hidden stop token."""
-        return self._token_total
-
     def push(
         self, token_ids: Sequence[int], logprobs: Sequence[L] | None = None, *, stop_token_id: int | None = None
     ) -> TextDelta[L]:
@@ -101,7 +99,9 @@ class TextAssembler(Generic[L]):
             if self.stopped_by is not None:
                 break
             pieces.append(self._add(token_ids[index], logprobs[index] if logprobs is not None else None))
-        return self._delta("".join(pieces))
+        delta = self._delta("".join(pieces))
+        delta.produced = len(pieces) if self.stopped_by is not None else len(token_ids)
+        return delta
 
     def finish(self) -> TextDelta[L]:
         """Everything that was held back, when the sequence has ended."""

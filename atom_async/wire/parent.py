@@ -20,3 +20,9 @@ def die_with(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         sys.exit(1)
+
+
+def leave_signals_to_the_parent() -> None:
+    """A terminal's Ctrl-C and a supervisor's SIGTERM reach the whole group; the frontend decides what ends when."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -79,6 +79,8 @@ async def test_a_signal_drains(number: signal.Signals) -> None:
     async with Serve(*SIMULATED, *SLOW) as server:
         stream = server.stream(max_tokens=60)
         await anext(stream)
+        for child in [server.engine, *server.workers]:  # a supervisor signals the whole group
+            child.send_signal(number)
         server.signal(number)
         first = await anext(stream)  # by the time it comes the signal has been handled
         assert "error" not in first
@@ -100,8 +102,22 @@ async def test_a_second_signal_ends_now_with_an_error_to_the_client() -> None:
         await anext(stream)
         server.signal(signal.SIGTERM)
         rest = [event async for event in stream]
+        assert rest[-1]["error"]["code"] == "engine_stopped"
         assert "stopped" in rest[-1]["error"]["message"]
         assert await server.exit_code() == 0
+
+
+async def test_a_death_while_draining_is_told() -> None:
+    async with Serve(*SIMULATED, *SLOW) as server:
+        stream = server.stream(max_tokens=2000)
+        await anext(stream)
+        server.signal(signal.SIGTERM)
+        await anext(stream)
+        server.workers[0].kill()
+        rest = [event async for event in stream]
+        assert rest[-1]["error"]["code"] == "engine_failed"
+        assert await server.exit_code() == 1
+    assert "was killed by SIGKILL" in server.output
 
 
 async def test_the_drain_timeout_ends_what_still_runs() -> None:
@@ -138,6 +154,7 @@ REFUSALS = [
     (("--simulation", '{"x": 1}', *SIMULATED), "x"),
     (("--kv-cache-memory", "1K", "--device", "simulated"), "--kv-cache-memory"),
     (("--tokenizer", "/nowhere", *SIMULATED), "nowhere"),
+    (("--chat-template", "/nowhere", *SIMULATED, "--simulation", '{"start_delay_ms": 600000}'), "nowhere"),
 ]
 
 

@@ -41,11 +41,14 @@ async def test_prompts_as_text_ids_and_messages() -> None:
 
 async def test_a_stop_string_ends_the_text_and_frees_the_request() -> None:
     async with make_engine() as engine:
-        whole = text_of(await collect(engine, "one two", max_tokens=30, temperature=0.0))
+        unstopped = await collect(engine, "one two", max_tokens=30, temperature=0.0)
+        whole, tokens = text_of(unstopped), [token for output in unstopped for token in output.token_ids]
         stop = whole[10:14]
         outputs = await collect(engine, "one two", max_tokens=30, temperature=0.0, stop=[stop])
         assert text_of(outputs) == whole[: whole.index(stop)]
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
+        needed = next(n for n in range(30) if stop in engine.tokenizer.decode(tokens[:n]))
+        assert outputs[-1].completion_tokens == needed
         stats = await engine.stats()
         assert (stats.running, stats.kv_blocks_used, stats.aborted) == (0, 0, 0)
 
@@ -91,6 +94,9 @@ async def test_what_makes_no_sense_is_refused() -> None:
             await collect(engine, [])
         with pytest.raises(RequestRejected, match="maximum context length is 8192"):
             await collect(engine, [1] * 8192)
+        for wrong in (-1, 49152, 2**31, 2**80):
+            with pytest.raises(RequestRejected, match=f"token id {wrong} is not"):
+                await collect(engine, [1, wrong])
 
 
 async def test_a_killed_worker_ends_every_iterator_with_its_cause() -> None:
@@ -104,6 +110,15 @@ async def test_a_killed_worker_ends_every_iterator_with_its_cause() -> None:
         assert all(isinstance(result, EngineDead) and "SIGKILL" in str(result) for result in results)
         assert "SIGKILL" in (engine.failure or "")
     assert not psutil.Process().children()
+
+
+async def test_what_is_sampled_without_a_seed_follows_from_the_engines() -> None:
+    answers = []
+    for seed in (5, 5, 6):
+        async with make_engine(seed=seed) as engine:
+            answers.append([text_of(await collect(engine, "one two", max_tokens=8)) for _ in range(2)])
+    assert answers[0] == answers[1] != answers[2]
+    assert answers[0][0] != answers[0][1]
 
 
 async def test_leaving_ends_the_workers(default_model: ResolvedModel) -> None:

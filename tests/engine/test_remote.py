@@ -11,9 +11,19 @@ import psutil
 import pytest
 
 from atom_async.config import EngineConfig
-from atom_async.engine import ipc
-from atom_async.engine.client import EngineDead, EngineDraining, EngineOutput, EngineRequest, RequestRejected
-from atom_async.engine.remote import RemoteEngine
+from atom_async.engine import ipc, remote
+from atom_async.engine.client import (
+    EngineDead,
+    EngineDraining,
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    EngineStopped,
+    QueueFull,
+    RequestRejected,
+)
+from atom_async.engine.process import _rejection
+from atom_async.engine.remote import RemoteEngine, _refusal
 from atom_async.engine.workers import WorkerStartError
 from atom_async.wire.messages import pack_ints
 from atom_async.wire.model import ModelSpec, WeightSource
@@ -98,6 +108,67 @@ async def test_many_clients_get_what_their_prompts_alone_give() -> None:
         assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, 0)
         assert stats.prefix_cache_hits > 0
         assert (await engine.state())["running"] == []
+
+
+async def test_the_choices_of_one_body_come_in_one_stream() -> None:
+    async with Started() as engine:
+        prompt, params = pack_ints(range(100)), SamplingParams(max_tokens=5, temperature=0.0)
+        body = [EngineRequest(request_id=f"c{n}", prompt_token_ids=prompt, sampling=params) for n in range(5)]
+        got: dict[str, list[int]] = {one.request_id: [] for one in body}
+        async for outputs in engine.generate_all(body):
+            for output in outputs:
+                got[output.request_id] += output.token_ids
+        alone = expected_tokens(list(range(100)), params, 5, OPTIONS)
+        assert got == {one.request_id: alone for one in body}
+        assert (await engine.stats()).prompt_tokens_computed < 2 * 100
+
+
+@pytest.mark.parametrize("wrong", [-1, 32_000, 2**31 - 1])
+async def test_an_id_outside_the_vocabulary_is_refused_with_its_whole_body(wrong: int) -> None:
+    async with Started() as engine:
+        with pytest.raises(RequestRejected, match=f"token id {wrong} is not"):
+            async for _ in engine.generate_all([request("a", [1]), request("b", [1, wrong])]):
+                pass
+        stats = await engine.stats()
+        assert (stats.running, stats.waiting, stats.prompt_tokens) == (0, 0, 0)
+
+
+async def test_after_the_stop_everything_says_so() -> None:
+    engine = RemoteEngine(EngineConfig(device="simulated", simulation=SLOW), FACTS, log_level="warning")
+    await engine.start()
+    running = engine.generate(request("a", [1], max_tokens=1000))
+    await anext(running)
+    await engine.stop()
+    with pytest.raises(EngineStopped):
+        await collect(engine, request("b", [1]))
+    with pytest.raises(EngineStopped):
+        await engine.stats()
+    with pytest.raises(EngineStopped):
+        async for _ in running:
+            pass
+    assert engine.failure is None
+
+
+async def test_an_engine_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "ANSWER_TIMEOUT_S", 0.1)
+    async with Started() as engine:
+        os.kill(engine.info.engine_pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match=r"has not answered for 0\.1 s"):
+            await engine.stats()
+        os.kill(engine.info.engine_pid, signal.SIGCONT)
+        monkeypatch.undo()
+        assert (await engine.stats()).running == 0
+
+
+def every(kind: type[EngineError]) -> list[type[EngineError]]:
+    return [kind, *(deeper for below in kind.__subclasses__() for deeper in every(below))]
+
+
+@pytest.mark.parametrize("kind", [k for k in every(EngineError) if k is not EngineError])
+def test_a_refusal_is_the_same_on_both_sides(kind: type[EngineError]) -> None:
+    error = kind("why", retry_after_s=2.5) if kind is QueueFull else kind("why")
+    crossed = _refusal(_rejection("a", error))
+    assert (type(crossed), str(crossed), vars(crossed)) == (kind, "why", vars(error))
 
 
 async def test_a_client_that_leaves_frees_its_blocks() -> None:
